@@ -25,6 +25,7 @@ from fsdp2_patch.packing import Packing
 from fsdp2_patch.torch_parts import COLLECTIVES
 from megazero.comm.codec import at_least_fp32
 from megazero.comm.hops import Leg, give_back, run_through
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import reduce_scatter_flat
 from megazero.patches.checks import refuse_recording
 from megazero.patches.names import replaced
@@ -143,7 +144,7 @@ class TwoHopReduceScatter(ReduceScatter):
         axis = group.hops.intra
         if axis.size == 1:
             return rows[0].to(at_least_fp32(rows.dtype), copy=True)
-        codec, packing = group.format(group.codecs.gradients_intra, self.params, rows.dtype)
+        codec, packing = group.format(group.codecs.gradients.get(INTRA), self.params, rows.dtype)
         if packing is None:
             return (yield from group.sum_over(axis, codec, [rows]))[0]
         with group.channel.frame() as frame:
@@ -154,7 +155,7 @@ class TwoHopReduceScatter(ReduceScatter):
 
     def _across(self, sums: torch.Tensor, output: torch.Tensor) -> Generator[dist.Work, None, None]:
         group = self.group
-        codec, packing = group.format(group.codecs.gradients_inter, self.params, sums.dtype)
+        codec, packing = group.format(group.codecs.gradients.get(INTER), self.params, sums.dtype)
         with group.channel.frame() as frame:
             regions = [sums] if packing is None else packing.pack(sums, frame.take)
             totals = yield from group.sum_over(group.hops.inter, codec, regions)
@@ -197,7 +198,7 @@ class ReplicaAllReduce:
 
     def _chain(self, tensor: torch.Tensor, divisor: int) -> Generator[dist.Work, None, None]:
         group, axis = self.group, self.group.hops.inter
-        codec, packing = group.format(group.codecs.gradients_inter, self.params, tensor.dtype, axis.size)
+        codec, packing = group.format(group.codecs.gradients.get(INTER), self.params, tensor.dtype, axis.size)
         if packing is None and tensor.numel() % axis.size:
             packing = Packing.of([tensor.numel()], [True], 1, axis.size)
         with group.channel.frame() as frame:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
+from megazero.mesh.levels import INTRA
 from megazero.patches.options import MessageOptions
 from megazero.patches.two_hops import ranks_on_a_node
 
@@ -89,12 +90,12 @@ def effect_problems(
             f"{where}: weights do not cross nodes on a 2-D mesh (HSDP), so a format for them has no effect: leave "
             "weights='none', or give fully_shard a 1-D mesh"
         )
-    if options.wire.gradients_intra is not None and not flat:
+    if INTRA in options.wire.gradients and not flat:
         yield (
             f"{where}: inside a node a 2-D mesh (HSDP) reduces by FSDP2's own reduce-scatter: leave "
             "gradients_intra_node='none', or give fully_shard a 1-D mesh"
         )
-    elif options.wire.gradients_intra is not None and all(
+    elif INTRA in options.wire.gradients and all(
         ranks_on_a_node(dist.get_process_group_ranks(group), ranks_per_node) == 1 for group in flat
     ):
         yield f"{where}: no node holds two ranks of a mesh, so gradients_intra_node has no effect: leave it out"

@@ -28,6 +28,7 @@ from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import GradientSamples, refuse_recording
 from megazero.patches.two_hops import TwoHops
@@ -170,7 +171,10 @@ class Carrier:
         if until is not None and step >= until:
             codecs = Codecs[Codec]()
         quantised = bool(
-            hops.intra.size > 1 and codecs.gradients_intra or hops.inter.size > 1 and codecs.gradients_inter
+            hops.intra.size > 1
+            and INTRA in codecs.gradients
+            or hops.inter.size > 1
+            and INTER in codecs.gradients
         )
         self.reductions.follow()  # the gradients are the compute stream's latest
         parts = list[Columns | CodedBlocks](

@@ -24,6 +24,7 @@ from megazero.comm.rows import Rows
 from megazero.comm.watch import Watch
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Take
+from megazero.mesh.levels import INTER, INTRA
 
 
 def reduce_rows(
@@ -43,13 +44,13 @@ def reduce_rows(
         rows, own = part.rows(grads, frame.take)
         sums = rows[own]
         if hops.intra.size > 1:
-            codec = codecs.gradients_intra or Identity(rows.dtype)
+            codec = codecs.gradients.get(INTRA) or Identity(rows.dtype)
             sent = Rows([rows], own)
             out = sent.room(frame.take)
             yield from reduce(Leg(hops.intra, codec), sent, out, channel, watches=watches)
             sums = out[0].view(sums.shape)
         if hops.inter.size > 1:
-            codec = codecs.gradients_inter or Identity(sums.dtype)
+            codec = codecs.gradients.get(INTER) or Identity(sums.dtype)
             sent = Rows([sums], hops.inter.index)
             out = sent.room(frame.take)
             yield from reduce(Leg(hops.inter, codec), sent, out, channel, watches=watches)

@@ -41,8 +41,8 @@ from megatron_core_patch.report import Kind, Teller, connections_note
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megazero.comm.hops import Traffic
 from megazero.config.errors import ConfigError
-from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.launch import CONNECTIONS
+from megazero.mesh.levels import INTER, INTRA
 from megazero.patches.agreement import agree_on
 from megazero.patches.names import Replaced, replaced
 from megazero.patches.two_hops import TwoHops, cut_groups, node_size, settings_like

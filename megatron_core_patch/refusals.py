@@ -14,6 +14,7 @@ import torch
 from megatron_core_patch.names import LAYER_WISE, MEGATRON_FSDP, OTHER_WRAPPERS
 from megatron_core_patch.options import PatchOptions
 from megazero.config.errors import ConfigError
+from megazero.mesh.levels import INTRA
 from megazero.mesh.objects import gather_objects
 from megazero.patches.agreement import nothing_quantised
 from megazero.patches.two_hops import TwoHops
@@ -118,7 +119,7 @@ def refuse_without_effect(options: PatchOptions, groups: Iterable[TwoHops], larg
     """
     every = gather_objects((any(two.intra.size > 1 for two in groups), largest))
     faults = []
-    if options.wire.gradients_intra is not None and not any(inside for inside, _ in every):
+    if INTRA in options.wire.gradients and not any(inside for inside, _ in every):
         faults.append(
             "gradients_intra_node has no effect where no node holds two ranks of a data-parallel group: leave it out"
         )

@@ -40,7 +40,8 @@ from megazero import zero
 from megazero.config import resolve_shards
 from megazero.kernels import arena
 from megazero.mesh import objects
-from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.mesh.grid import AxisSpec
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import Axis
 from megazero.models import Decoder
 from megazero.patches.options import MessageOptions, read_words

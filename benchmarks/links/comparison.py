@@ -39,7 +39,7 @@ from benchmarks.links.volume import Case
 from benchmarks.results import data_of
 from benchmarks.steps import Shape, decoder
 from megazero.config.layout.wire import EXACT_NUMEL
-from megazero.mesh.grid import INTER
+from megazero.mesh.levels import INTER
 from tests.bytes_across import Llama
 from tests.netlab.lab import parse_link
 

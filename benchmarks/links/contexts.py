@@ -18,7 +18,8 @@ import torch.distributed as dist
 from benchmarks import harness
 from megazero.config import RunConfig, World, make_config
 from megazero.cp import ContextParallel
-from megazero.mesh.grid import INTER, Grid
+from megazero.mesh.grid import Grid
+from megazero.mesh.levels import INTER
 from megazero.models import Decoder
 from megazero.plan.base_layout import grid_of
 from megazero.plan.communication import Activation, layer_exchanges

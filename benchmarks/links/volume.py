@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megazero.comm.codec import Codec, codec_of
 from megazero.config.layout.outer import BF16_BITS, outer_coding
 from megazero.config.options.sections import OuterConfig
+from megazero.mesh.levels import INTER
 from megazero.plan.communication import OF_ROUNDING, OUTER_SCALARS, SCALARS
 from megazero.zero import Codecs
 from tests.bytes_across import Llama
@@ -76,7 +77,7 @@ def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
     weights = bytes_per_element(codecs.weights, BF16, case)
     # Nobody in the node adds to the gradient of shared experts, so what crosses with one micro-batch is no sum.
     plain = case.experts / case.elements if case.micro_batches == 1 or g else 0.0
-    gradients = bytes_per_element(codecs.gradients_inter, FP32 + (BF16 - FP32) * plain, case)
+    gradients = bytes_per_element(codecs.gradients.get(INTER), FP32 + (BF16 - FP32) * plain, case)
     n, m, (first, last) = case.elements, case.micro_batches, case.ends
     gathered = 2 * m * n - m * last - (m - 1) * first if p else n if os else 0
     reduced = m * n if g else n if os else 2 * n
@@ -119,9 +120,9 @@ def patched(codecs: Codecs, case: Case, hybrid: bool) -> float:
     """Return the bytes of FSDP2 under fsdp2_patch, once per step. hybrid: shares of the sums go between replicas and
     back; else sums and weights go to the ranks of the same place."""
     if hybrid:
-        return 2 * case.hop * case.elements * bytes_per_element(codecs.gradients_inter, BF16, case)
+        return 2 * case.hop * case.elements * bytes_per_element(codecs.gradients.get(INTER), BF16, case)
     each = bytes_per_element(codecs.weights, BF16, case) + bytes_per_element(
-        codecs.gradients_inter, FP32, case
+        codecs.gradients.get(INTER), FP32, case
     )
     return case.hop * case.elements * each
 

@@ -21,7 +21,7 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.data.sampler import Batches
-from megazero.mesh.grid import INTER
+from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.moe import BalanceLosses, ExpertParallel
@@ -113,7 +113,7 @@ def shard(mesh_of: MeshOf, settings: Settings, run: Run) -> tuple[Decoder, zero.
     traffic = Traffic()
     model = settings.decoder(ExpertParallel.of(mesh, traffic, codec=variant.dispatch))
     codecs = variant.codecs
-    every = (codecs.weights, codecs.gradients_intra, codecs.gradients_inter)
+    every = codecs.codings
     policy = zero.Policy(
         block=max([zero.Policy.block, *(c.form.block for c in every if isinstance(c, Blockwise))]),
         codecs=codecs,

@@ -9,6 +9,7 @@ from typing import Any
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.wire import Coding
+from megazero.mesh.levels import INTER, INTRA
 from megazero.zero import Codecs
 
 BASELINE = "zero3"
@@ -46,12 +47,13 @@ INT8, INT4, HADAMARD = Blockwise(8), Blockwise(4), Blockwise(4, hadamard=64)
 
 def _crossing(label: str, codec: Blockwise) -> Variant:
     """Make a variant with exact weights, and gradients in ``codec`` across nodes, once per step."""
-    return Variant(label, "hhd", Codecs(gradients_inter=codec))
+    return Variant(label, "hhd", Codecs(gradients={INTER: codec}))
 
 
 def _both(label: str, weights: Blockwise, gradients: Blockwise, inside: Blockwise | None = None) -> Variant:
     """Make a variant that sends differences of weights; ``inside``: the format of gradients inside a node."""
-    codecs = Codecs(weights=weights, delta=True, gradients_intra=inside, gradients_inter=gradients)
+    inner = {} if inside is None else {INTRA: inside}
+    codecs = Codecs(weights=weights, delta=True, gradients={**inner, INTER: gradients})
     return Variant(label, "hhd", codecs)
 
 
@@ -86,7 +88,9 @@ VARIANTS: dict[str, Variant] = {
     "qwz": Variant("weights INT8", "hdd", Codecs(weights=INT8)),
     "qgz": _crossing("gradients INT4", INT4),
     "int4-hadamard": _crossing("gradients INT4 + H64", HADAMARD),
-    "zeropp-int8": Variant("gradients INT4, weights INT8", "hhd", Codecs(weights=INT8, gradients_inter=INT4)),
+    "zeropp-int8": Variant(
+        "gradients INT4, weights INT8", "hhd", Codecs(weights=INT8, gradients={INTER: INT4})
+    ),
     # Before gradients were transformed by default; the preset is "zeropp-hadamard" now.
     "zeropp": _both("gradients INT4, differences of weights INT4", INT4, INT4),
     "zeropp-hadamard": _both("gradients INT4 + H64, differences of weights INT4", INT4, HADAMARD),

@@ -19,7 +19,7 @@ from benchmarks import harness
 from benchmarks.steps import Shape, options_of
 from megazero.comm.codec import Identity
 from megazero.config import RunConfig, World, make_config
-from megazero.mesh.grid import INTER
+from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
 from megazero.train.distributed import make_mesh
@@ -112,7 +112,7 @@ def formula(case: Case, mesh: Mesh, engine: Engine, micro_batches: int) -> dict[
     for unit in engine.units:
         codecs = unit.codecs
         weights = message_bytes(unit, codecs.weights, unit.dtype, mesh.dp_size)
-        gradients = message_bytes(unit, codecs.gradients(INTER), unit.sum_dtype, mesh.dp_size)
+        gradients = message_bytes(unit, codecs.gradients.get(INTER), unit.sum_dtype, mesh.dp_size)
         kinds.update(refresh=others * weights, reduce=others * gradients)
     return dict(kinds)
 

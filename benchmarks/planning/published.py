@@ -19,7 +19,7 @@ import yaml
 from megazero.config import World, make_config
 from megazero.config.model.spec import training_flops
 from megazero.config.options.cluster import Cluster, load_cluster
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import INTER, INTRA
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.communication import UnitShape
 from megazero.plan.layout import LOCAL, Chain, Layout, TimedHop, UnitChains

@@ -13,7 +13,7 @@ from megazero.calibrate.timing import Clock
 from megazero.comm.hops import Traffic, start_exchange, start_gather
 from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import Mesh, create_mesh, destroy_mesh
 from megazero.pp.links import Links
 from megazero.pp.schedules import Message

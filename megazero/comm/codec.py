@@ -299,8 +299,7 @@ def codecs_of(
     return replace(
         codecs,
         weights=codec_of(codecs.weights, weights, seed),
-        gradients_intra=codec_of(codecs.gradients_intra, gradients, seed),
-        gradients_inter=codec_of(codecs.gradients_inter, gradients, seed),
+        gradients={link: codec_of(coding, gradients, seed) for link, coding in codecs.gradients.items()},
     )
 
 

@@ -24,7 +24,7 @@ from megazero.comm.codec import Blockwise, Codec, Identity, encoded
 from megazero.comm.rows import RowRun, Rows, Views
 from megazero.comm.watch import Watch
 from megazero.kernels.arena import Arena, Frame, Take
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import links_of, short
 from megazero.mesh.mesh import Axis, all_gather_flat
 from megazero.mesh.waiting import waiting
 
@@ -37,11 +37,13 @@ class Traffic:
 
     A message is what a collective sends to all peers, or a send between stages. The hop kinds are 'refresh',
     'gather', 'reduce', 'update', 'tp', 'cp', 'ep', 'pp' and 'scalar', and 'outer' for all that crosses the outer
-    axis. The link classes are grid.INTRA and grid.INTER. A collective over an axis of size a with a message of m
-    bytes per peer sends (a - 1) * m bytes.
+    axis. The link classes are those of mesh/levels.py. A collective over an axis of size a with a message of m bytes
+    per peer sends (a - 1) * m bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, links: Sequence[str] = links_of()) -> None:
+        """links: the mesh's (``Mesh.links``), each of which has a total."""
+        self.links = links
         self.bytes: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.messages: Counter[tuple[str, str]] = Counter()
 
@@ -52,10 +54,14 @@ class Traffic:
     def total(self, link: str) -> int:
         return sum(n for (_, at), n in self.bytes.items() if at == link)
 
+    def totals(self) -> dict[str, int]:
+        """Return the bytes of every link of the mesh, as 'link_bytes'."""
+        return {f"{link}_bytes": self.total(link) for link in self.links}
+
     def take(self) -> dict[str, int]:
         """Return the totals since the last take, by 'kind_link' and by link class, and start again at 0."""
         out = {f"{kind}_{link}_bytes": n for (kind, link), n in sorted(self.bytes.items())}
-        out[f"{INTRA}_bytes"], out[f"{INTER}_bytes"] = self.total(INTRA), self.total(INTER)
+        out |= self.totals()
         self.bytes.clear()
         self.messages.clear()
         return out
@@ -73,7 +79,7 @@ class HopSpec(NamedTuple):
 
 def hop_spec(kind: str, axis: Axis) -> HopSpec:
     """Name a collective's axis, and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
-    return HopSpec(axis.name, f"{_counted_as(axis, kind)}_{axis.link.removesuffix('_node')}")
+    return HopSpec(axis.name, f"{_counted_as(axis, kind)}_{short(axis.link)}")
 
 
 def _counted_as(axis: Axis, kind: str) -> str:

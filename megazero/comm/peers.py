@@ -10,7 +10,7 @@ Sums take the ranks in order and are rounded once, except where NCCL sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Self
@@ -25,7 +25,7 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
 from megazero.kernels.sum_rows import sum_rows
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import INTRA, short
 from megazero.mesh.mesh import Axis, all_gather_flat, reduce_scatter_flat
 
 
@@ -53,14 +53,14 @@ class Peers:
     serve for shapes and placements only. Communication needs the group by name, since torch.distributed reads None as
     the whole world.
 
-    near: how many of them share a node with this rank, itself included; None: all.
+    others: how many of the others lie beyond each link, the nearest first; None: all share a node.
     kind: the hop's kind, by which bytes and waits are counted: "tp", "cp" or "ep".
     """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    near: int | None = None
+    others: Mapping[str, int] | None = field(default=None, hash=False)
     kind: str = ""
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
@@ -71,19 +71,18 @@ class Peers:
 
     @classmethod
     def of(cls, axis: Axis, **options: Any) -> Self:
-        """Return an axis's. options: the other fields; ``near`` is not given where all of them share a link."""
-        near = axis.size if axis.link == INTRA else 1
-        return cls(axis.gather_group, axis.index, axis.size, **{"near": near, **options})
+        """Return an axis's. options: the other fields; ``others`` is not given where all of them share a link."""
+        others = {axis.link: axis.size - 1}
+        return cls(axis.gather_group, axis.index, axis.size, **{"others": others, **options})
 
     @property
     def link(self) -> str:
         """Return the slowest link that the ranks use."""
-        return INTRA if self.near in (None, self.size) else INTER
+        return [INTRA, *(link for link, others in self._others if others)][-1]
 
     def count(self, row: int) -> None:
         """Add the bytes that this rank sends if each of the others receives ``row``."""
-        near = self.size if self.near is None else self.near
-        for link, others in ((INTRA, near - 1), (INTER, self.size - near)):
+        for link, others in self._others:
             if others:
                 self.traffic.add(self.kind, link, row * others)
 
@@ -194,12 +193,16 @@ class Peers:
 
     # -- parts -------------------------------------------------------------------------------------
 
+    @property
+    def _others(self) -> Iterable[tuple[str, int]]:
+        return ((INTRA, self.size - 1),) if self.others is None else self.others.items()
+
     def _group(self) -> dist.ProcessGroup:
         assert self.group is not None, "these Peers have no process group: they cannot communicate"
         return self.group
 
     def _pending(self, work: Any, inputs: Tensor, finish: Callable[[], Tensor]) -> Pending:
-        name = f"exposed_{self.kind}_{self.link.removesuffix('_node')}"
+        name = f"exposed_{self.kind}_{short(self.link)}"
         return Pending(work, self.waits, name, inputs, finish)
 
     def _gathered(self, own: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from megazero.comm.rows import RowRun
 from megazero.comm.wire import Codecs, Coding
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Frame
+from megazero.mesh.levels import INTRA
 
 # A hop calls it with every run of rows [k, n] that it quantised, and their messages [k, m], while these are on their
 # way. It takes buffers from the frame.
@@ -105,10 +106,10 @@ class LossyGradients:
 
 def less_lossy(codecs: Codecs[Any]) -> str:
     """Return the flag, with its value, under which these formats' gradients lose less by rounding."""
-    across, inside = codecs.gradients_inter, codecs.gradients_intra
-    coarse = min((c for c in (across, inside) if isinstance(c, Coding)), key=lambda c: c.bits, default=None)
-    if coarse is None or coarse.bits >= 8:
+    rounded = ((c.bits, link == INTRA, c) for link, c in codecs.gradients.items() if isinstance(c, Coding))
+    bits, inside, coarse = min(rounded, key=lambda each: each[:2], default=(8, False, None))
+    if coarse is None or bits >= 8:
         return "--no-zero-quantized-gradients"
-    if coarse.bits == 4 and not coarse.hadamard:
+    if bits == 4 and not coarse.hadamard:
         return "--zero-gradient-transform hadamard"
-    return "--zero-gradient-bits 8" if coarse is across else "--zero-gradient-bits-intra-node 8"
+    return "--zero-gradient-bits-intra-node 8" if inside else "--zero-gradient-bits 8"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-
-from megazero.mesh.grid import INTRA
 
 # Elements that share a scale, by bits. Squared error relative to the values' (1M normal; 1M of Student's t with 4
 # degrees, heavy-tailed as gradients are) against bytes per element all in:
@@ -43,21 +41,19 @@ class Codecs(Generic[Format]):
 
     None is exact: identity, in the parameters' dtype or, for sums of gradients, in at least fp32.
     weights: the format of the refresh; the gathers inside P send what was received.
-    gradients_intra, gradients_inter: the formats of reductions inside a node and across nodes.
+    gradients: the formats of reductions by class of link (mesh/levels.py); those over other links are exact.
     delta: the refresh sends master - R instead of the master. R is the P copy that every receiver holds (see
         zero/weights.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
     """
 
     weights: Format | None = None
-    gradients_intra: Format | None = None
-    gradients_inter: Format | None = None
+    gradients: Mapping[str, Format] = field(default_factory=dict, hash=False)
     delta: bool = False
 
     @property
     def codings(self) -> list[Format]:
         """Return the formats that are not exact."""
-        every = (self.weights, self.gradients_intra, self.gradients_inter)
-        return [each for each in every if each is not None]
+        return [*([] if self.weights is None else [self.weights]), *self.gradients.values()]
 
     @property
     def exact(self) -> bool:
@@ -68,9 +64,6 @@ class Codecs(Generic[Format]):
     def mixes(self) -> bool:
         """Whether a codec mixes padding with values (kernels/hadamard.py), so that it is cleared after decoding."""
         return any(coding.hadamard for coding in quantised(self))
-
-    def gradients(self, link: str) -> Format | None:
-        return self.gradients_intra if link == INTRA else self.gradients_inter
 
 
 def quantised(codecs: Codecs[Any]) -> Iterator[Coding]:

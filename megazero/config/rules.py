@@ -349,6 +349,7 @@ RULES: tuple[Rule, ...] = (
     _callbacks,
     outer_rules.late,
     lambda c: wire_rules.legal_block(c.zero),
+    wire_rules.links_have_bits,
     wire_rules.delta_refresh,
 )
 

@@ -38,7 +38,8 @@ from megazero.config.options.sections import (
     ZeroConfig,
 )
 from megazero.config.options.skipping import SkippingConfig
-from megazero.mesh.grid import data_ranks_per_node, replica_size
+from megazero.mesh.grid import data_ranks, replica_size
+from megazero.mesh.levels import make_levels
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
@@ -230,16 +231,22 @@ class RunConfig:
         return self.replica_world(world).world_size // self.parallel.model_ranks
 
     def data_ranks_per_node(self, world: World) -> int:
-        """Return h, the number of ranks of one data-parallel group that share a node.
+        """Return h, the number of ranks of one data-parallel group that share a node (``data_ranks``)."""
+        return self.data_ranks(world)[0]
 
-        Raises ValueError if groups straddle nodes unevenly.
+    def data_ranks(self, world: World) -> tuple[int, ...]:
+        """Return how many ranks of one data-parallel group share each level below the whole: first h, of a node.
+
+        Raises ValueError if groups straddle nodes, or higher levels, unevenly.
         """
-        return data_ranks_per_node(
-            self.replica_world(world).world_size,
-            self.ranks_per_node(world),
-            self.parallel.tensor_model_parallel_size,
-            self.parallel.pipeline_model_parallel_size,
-            dp_outermost=self.parallel.use_tp_pp_dp_mapping,
+        node, parallel = self.ranks_per_node(world), self.parallel
+        for ranks in (world.world_size, self.replica_world(world).world_size):
+            levels = make_levels(ranks, node, parallel.level_sizes)
+        return data_ranks(
+            levels,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            dp_outermost=parallel.use_tp_pp_dp_mapping,
         )
 
     def context_levels(self, world: World | None) -> tuple[int, int]:
@@ -319,6 +326,7 @@ class RunConfig:
             self.zero.zero_hpz_partition_size,
             quantizes_changes(self.zero),
             self.zero.zero_gradients_lifetime,
+            self.data_ranks(world)[1:],
         )
 
     def wire(self, world: World) -> Wire:
@@ -326,8 +334,8 @@ class RunConfig:
 
         Raises ValueError if there are no legal shards, or if formats have no effect.
         """
-        d, h = self.shard_ranks(world), self.data_ranks_per_node(world)
-        wire = resolve_wire(self.zero, self.shards(world), d, h)
+        h, *above = self.data_ranks(world)
+        wire = resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), h, above)
         return replace(wire, least_block=max(wire.least_block, self.optimizer.moment_block))
 
     def num_micro_batches(self, world: World) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from megazero.comm.wire import Coding
 from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_back
@@ -17,12 +17,11 @@ from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, expert_shards, make_grid
+from megazero.mesh.grid import AxisSpec, expert_shards, make_grid
+from megazero.mesh.levels import BETWEEN, INTER, INTRA, across
 from megazero.pp.partition import partition_table
 from megazero.pp.schedules import peak_activations
 from megazero.pp.timeline import ideal_bubble
-
-WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
 
 
 def describe(config: RunConfig, world: World | None = None) -> list[str]:
@@ -61,7 +60,7 @@ def note_lines(config: RunConfig) -> list[str]:
 
 def _layout(config: RunConfig, world: World) -> list[str]:
     d, micro_batches = config.shard_ranks(world), config.num_micro_batches(world)
-    h, shards, wire = config.data_ranks_per_node(world), config.shards(world), config.wire(world)
+    (h, *above), shards, wire = config.data_ranks(world), config.shards(world), config.wire(world)
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     replicas = config.outer_replicas(world)
     apart = f"{replicas} outer replicas x " if replicas > 1 else ""
@@ -73,7 +72,9 @@ def _layout(config: RunConfig, world: World) -> list[str]:
     node, cp = config.ranks_per_node(world), config.parallel.context_parallel_size
     ranks, batches = ("s" * (count != 1) for count in (world.world_size, micro_batches))
     samples = "s" * (config.batch.micro_batch_size != 1)
-    lines = [f"{world.world_size} rank{ranks}, {node} per node: {apart}{tp} tensor-parallel x {data}"]
+    held = zip(BETWEEN, config.parallel.level_sizes, strict=False)
+    node = ", ".join([f"{node} per node", *(f"{nodes} nodes per {name}" for name, nodes in held)])
+    lines = [f"{world.world_size} rank{ranks}, {node}: {apart}{tp} tensor-parallel x {data}"]
     if cp > 1:
         heads, keys = config.context_levels(world)
         ways = [f"{heads} swap heads for sequence"] * (heads > 1)
@@ -90,7 +91,7 @@ def _layout(config: RunConfig, world: World) -> list[str]:
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO
-    lines.append(AUTO_SUMMARY if auto else zero_summary(config.zero, shards, wire, d, h))
+    lines.append(AUTO_SUMMARY if auto else zero_summary(config.zero, shards, wire, d, h, above))
     size = f"{config.batch.micro_batch_size} sample{samples}"
     lines.append(f"{micro_batches} micro-batch{'e' * bool(batches)}{batches} of {size} on each rank")
     return lines + (_pipeline(config, pp, micro_batches) if pp > 1 else [])
@@ -179,9 +180,13 @@ def model_summary(model: ModelConfig, tp: int) -> str:
 AUTO_SUMMARY = "ZeRO: preset auto, chosen by the planner when the ranks have met"
 
 
-def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -> str:
-    """Describe the ZeRO policy hop by hop, on d data-parallel ranks of which h share a node."""
-    axes = make_grid(d, h, shards=shards.factors).data_axes
+def zero_summary(
+    zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int, above: Sequence[int] = ()
+) -> str:
+    """Describe the ZeRO policy hop by hop, on d data-parallel ranks of which h share a node, and ``above`` of them
+    each higher level.
+    """
+    axes = _data_axes(shards, d, h, above)
     name = f"preset {zero.zero_preset}" if zero.zero_preset else "--zero-shard"
     nodes, ranks = "1 node" if d == h else f"{d // h} nodes", f"{d} data-parallel rank{'s' * (d != 1)}"
     parts = [
@@ -198,13 +203,17 @@ def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -
     return " | ".join(parts)
 
 
+def _data_axes(shards: Shards, d: int, h: int, above: Sequence[int]) -> tuple[AxisSpec, ...]:
+    return make_grid(d, h, shards=shards.factors, level_sizes=tuple(ranks // h for ranks in above)).data_axes
+
+
 def rounded_summary(config: RunConfig, world: World) -> str:
     """Describe what ranks send in fewer bits than they compute in, or return ""."""
     wire, outer = config.wire(world), config.outer
-    d, h, shards = config.shard_ranks(world), config.data_ranks_per_node(world), config.shards(world)
-    axes = make_grid(d, h, shards=shards.factors).data_axes
+    d, (h, *above), shards = config.shard_ranks(world), config.data_ranks(world), config.shards(world)
+    axes = _data_axes(shards, d, h, above)
     parts = [_weights(config.zero, wire, axes)] if wire.weights else []
-    if wire.gradients_intra or wire.gradients_inter:
+    if wire.gradients:
         parts.append(_gradients(config.zero, wire, axes, shards.whole_gradients))
     if (replicas := config.outer_replicas(world)) > 1 and outer.outer_bits < EXACT_BITS:
         parts.append(outer_summary(outer, replicas, world.world_size // replicas))
@@ -238,7 +247,8 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
     hops = []
     frequent: tuple[str, ...] = () if whole else ("p", "g")
     final = tuple(role for role in ("p", "g", "os", "replica") if role not in frequent)
-    for link, coding in ((INTRA, wire.gradients_intra), (INTER, wire.gradients_inter)):
+    for link in dict.fromkeys(axis.link for axis in axes):
+        coding = wire.gradients.get(link)
         often, once = (link in _links(axes, roles) for roles in (frequent, final))
         if often or once:
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
@@ -246,8 +256,9 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
             if coding:
                 mixed = f"Hadamard transform of {coding.hadamard}" if coding.hadamard else "no transform"
                 details = f" (blocks of {coding.block}, {mixed})"
-            hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
-    why = _why(zero, "gradients", asked_for(zero).gradients_inter, wire.gradients_inter)
+            hops.append(f"{across(link)} {_name(coding)} {when}{details}")
+    sent = next((coding for link, coding in wire.gradients.items() if link != INTRA), None)
+    why = _why(zero, "gradients", asked_for(zero).gradients.get(INTER), sent)
     return f"gradients{why}: {', '.join(hops)}"
 
 
@@ -271,8 +282,10 @@ def _name(coding: Coding | None) -> str:
 
 def _links(axes: Collection[AxisSpec], roles: Collection[str]) -> list[str]:
     """Return the link classes of the sub-axes with these roles. Those inside nodes come first."""
-    return [link for link in WHERE if any(a.link == link and a.role in roles for a in axes)]
+    return list(dict.fromkeys(axis.link for axis in axes if axis.role in roles))
 
 
 def _where(links: Collection[str]) -> str:
-    return "inside and across nodes" if len(links) == 2 else WHERE[next(iter(links))]
+    return " and ".join(map(across, links)).replace(
+        "inside nodes and across nodes", "inside and across nodes"
+    )

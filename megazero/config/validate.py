@@ -167,10 +167,10 @@ def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     try:
         if config.replica_world(world) != world:
             where = "in each outer replica, "
-        d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
+        d, (h, *above) = config.shard_ranks(world), config.data_ranks(world)
     except ValueError as error:
         return [f"{where}{error}"]
-    problem = context_problem(config.parallel.context_parallel_size, d, h)
+    problem = context_problem(config.parallel.context_parallel_size, d, h, above=above)
     return [problem] if problem else []
 
 
@@ -187,7 +187,7 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
     known = config.knows_nodes(world)
     config, world = _with_nodes(config, world)
     with suppress(ValueError):
-        h = config.data_ranks_per_node(world)
+        h, *above = config.data_ranks(world)
         problem = expert_problem(
             ep,
             experts,
@@ -197,6 +197,7 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
             h,
             parallel.use_tp_pp_dp_mapping,
             across=way != "no",
+            above=above,
         )
         if problem:
             yield problem

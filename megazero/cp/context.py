@@ -46,12 +46,11 @@ class ContextParallel:
         """Return a mesh's. coding, seed: of keys and values across nodes, and of their transform's signs."""
         if mesh.grid.cp == 1:
             return cls()
-        heads, inside, across = mesh.cp_axes
         known = {"kind": "cp", "traffic": traffic or Traffic(), "waits": waits or Waits()}
-        keys = Peers.of(inside, **known), Peers.of(across, **known)
+        heads, *keys = (Peers.of(a, **known, others=mesh.grid.others(a.spec)) for a in mesh.cp_axes)
         codec = codec_of(coding, seed=seed)
         assert codec is None or isinstance(codec, Blockwise)
-        return cls(Peers.of(heads, **known, near=mesh.grid.cp_heads_near), keys, codec)
+        return cls(heads, (keys[0], keys[1]), codec)
 
     @property
     def groups(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, TextIO
 
@@ -23,6 +23,7 @@ from megazero.config.secrets import redact
 from megazero.log.metrics import IterationMetrics, average, perplexity
 from megazero.log.terminal import SafeConsole
 from megazero.log.units import duration, human_bytes, human_count
+from megazero.mesh.levels import INTER, INTRA, across
 
 SAY_S = 30.0  # between lines of an evaluation
 LINE_S = 60.0  # of iterations without a line, where there is no bar
@@ -143,13 +144,20 @@ def interval_line(mean: IterationMetrics, total: int, clock: str) -> str:
         f"{mean.iteration_time_s * 1000:.0f} ms/iter",
         f"{human_count(mean.tokens_per_s)} tokens/s",
         f"{mean.tflops_per_rank:.3g} TFLOP/s per rank{_utilisation(mean)}",
-        f"sent {human_bytes(mean.intra_node_bytes)} in node, {human_bytes(mean.inter_node_bytes)} across",
+        f"sent {', '.join(_sent(mean))}",
         f"memory {human_bytes(mean.memory_bytes)}",
     ]
     parts += [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
     parts += _experts(mean) + ([f"skipped {skipped}"] if skipped else [])
     left = (total - mean.iteration) * mean.iteration_time_s
     return " | ".join(parts + ([f"left {duration(left)}"] if left else []))
+
+
+def _sent(mean: IterationMetrics) -> Iterator[str]:
+    """Yield the bytes over each link, that inside a node first."""
+    words = {f"{INTRA}_bytes": "in node", f"{INTER}_bytes": "across"}
+    for name, sent in mean.sent.items():
+        yield f"{human_bytes(sent)} {words.get(name) or across(name.removesuffix('_bytes'))}"
 
 
 def _utilisation(mean: IterationMetrics) -> str:

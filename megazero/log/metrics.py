@@ -33,11 +33,11 @@ SUPERSEDED_FILE = "metrics.superseded.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class IterationMetrics:
-    """What one iteration did. Bytes are those that one rank sent in the iteration, by kind of link.
+    """What one iteration did. sent: the bytes that one rank sent in the iteration by link: 'intra_node_bytes', ...
 
     lm_loss is the mean over the valid tokens of the global batch, in nats. tokens_per_s counts the global batch, and
     tflops_per_rank counts the model's FLOPs without recompute. memory_bytes is the peak. time_bill has the items of
-    time_bill.ITEMS in seconds, which add up to iteration_time_s.
+    time_bill.items_over in seconds, which add up to iteration_time_s.
 
     The trainer puts these into extra: batch_size (in samples); decoupled_learning_rate (under --decoupled-lr); bytes
     (by hop and link class); skipped (1 if there was no update; with outer replicas how many made none); replicas and
@@ -56,15 +56,16 @@ class IterationMetrics:
     iteration_time_s: float
     tokens_per_s: float
     tflops_per_rank: float
-    intra_node_bytes: int
-    inter_node_bytes: int
+    sent: Mapping[str, int]
     memory_bytes: int
     time_bill: Mapping[str, float]
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields in order, then the extra keys beside them (they may not have the name of a field)."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        fields = dict[str, Any]()
+        for name in (f.name for f in dataclasses.fields(self) if f.name != "extra"):
+            fields |= self.sent if name == "sent" else {name: getattr(self, name)}
         shadowed = fields.keys() & self.extra.keys()
         assert not shadowed, f"extra metrics shadow fields: {sorted(shadowed)}"
         return fields | {"time_bill": dict(self.time_bill)} | dict(self.extra)
@@ -99,8 +100,7 @@ def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
         iteration_time_s=seconds / count,
         tokens_per_s=rate("tokens_per_s"),
         tflops_per_rank=rate("tflops_per_rank"),
-        intra_node_bytes=round(mean(m.intra_node_bytes for m in lines)),
-        inter_node_bytes=round(mean(m.inter_node_bytes for m in lines)),
+        sent={name: round(mean(m.sent[name] for m in lines)) for name in last.sent},
         memory_bytes=max(m.memory_bytes for m in lines),
         time_bill={name: mean(m.time_bill[name] for m in lines) for name in last.time_bill},
         extra=dict(last.extra)

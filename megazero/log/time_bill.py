@@ -9,36 +9,41 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from megazero.comm.timing import Label, no_label
+from megazero.mesh.levels import links_of, short
 
-# Waits for communication, by hop: refresh across nodes, gather inside a node, ...; updates of whole matrices; swaps
-# of context parallelism; rows of experts; of the pipeline with the bubble; of the exchange of scalars for the slowest
-# rank. Tensor parallelism never leaves a node, outer steps always do.
-EXPOSED = (
-    *(
-        f"exposed_{kind}_{link}"
-        for kind in ("refresh", "gather", "reduce", "update", "cp", "ep", "pipeline", "scalar")
-        for link in ("intra", "inter")
-    ),
-    "exposed_tp_intra",
-    "exposed_outer_inter",
-)
-ITEMS = ("compute", *EXPOSED, "optimizer", "data", "other")
-_ITEMS = frozenset(ITEMS)
+# Waits for communication, by hop and link: of gathers, of reductions, ...; updates of whole matrices; swaps of
+# context parallelism; rows of experts; of the pipeline with the bubble; of the exchange of scalars for the slowest
+# rank.
+KINDS = ("refresh", "gather", "reduce", "update", "cp", "ep", "pipeline", "scalar")
 _TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an iteration err by less
 
 
-class TimeBill:
-    """The seconds of each of ITEMS since the last `close`; `other` is the time outside of all spans.
+def items_over(links: Sequence[str] = links_of()) -> tuple[str, ...]:
+    """Return the items of a bill where ranks are joined by these links. Tensor parallelism never leaves a node, outer
+    steps always do.
+    """
+    inside, *across = map(short, links)
+    waits = [f"{kind}_{link}" for kind in KINDS for link in (inside, *across)]
+    waits += [f"tp_{inside}", *(f"outer_{link}" for link in across)]
+    return ("compute", *(f"exposed_{wait}" for wait in waits), "optimizer", "data", "other")
 
+
+class TimeBill:
+    """The seconds of each item since the last `close`; `other` is the time outside of all spans.
+
+    links: by which waits are told apart (`Mesh.links`).
     One thread at a time: the autograd thread may enter spans while the caller waits in backward.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, links: Sequence[str] = links_of()
+    ) -> None:
         self._clock = clock
+        self._items = dict.fromkeys(items_over(links), 0.0)
         self._seconds: dict[str, float] = {}
         self._added: defaultdict[str, float] = defaultdict(float)  # of the seconds, those measured elsewhere
         self._begin()
@@ -47,17 +52,17 @@ class TimeBill:
 
     def span(self, name: str) -> _Span:
         """A context manager. Its seconds, without those of the spans inside it, are added to item `name`."""
-        return _Span(self, _known(name))
+        return _Span(self, self._known(name))
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere. They are taken from the span that is open now, if any."""
-        self._seconds[_known(name)] += seconds
+        self._seconds[self._known(name)] += seconds
         self._added[name] += seconds
         if self._open:
             self._open[-1].inside += seconds
 
     def close(self, total: float) -> dict[str, float]:
-        """Return the bill of an iteration of `total` seconds, in the order of ITEMS, and begin the next one.
+        """Return the bill of an iteration of `total` seconds, in the order of its items, and begin the next one.
 
         Seconds that were measured elsewhere may have passed while the host was in another span: a device waits while
         Python pauses. What was booked twice is taken from them.
@@ -87,7 +92,12 @@ class TimeBill:
         self._begin()
 
     def _begin(self) -> None:
-        self._seconds, self._added = dict.fromkeys(ITEMS, 0.0), defaultdict(float)
+        self._seconds, self._added = dict(self._items), defaultdict(float)
+
+    def _known(self, name: str) -> str:
+        if name not in self._items:
+            raise ValueError(f"time bill item {name!r} is not one of {', '.join(self._items)}")
+        return name
 
 
 class _Span:
@@ -117,9 +127,3 @@ class _Span:
         bill._seconds[self.name] += elapsed - self.inside
         if bill._open:
             bill._open[-1].inside += elapsed
-
-
-def _known(name: str) -> str:
-    if name not in _ITEMS:
-        raise ValueError(f"time bill item {name!r} is not one of {', '.join(ITEMS)}")
-    return name

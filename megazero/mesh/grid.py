@@ -3,10 +3,10 @@
 The world is a grid, and its axes are named from the outermost on. They are pp, then the data-parallel sub-axes,
 then tp, which is innermost so that a tensor-parallel group never leaves its node. The other order is data-parallel,
 pp, tp (Megatron's tp-pp-dp mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
-data-parallel ranks are cut at every shard factor and at the node boundary, so a sub-axis has one role (p, g, os or
-replica) and one link class (inside a node or across). Cuts between 1 and d, in ascending order, name the sub-axes
-from the innermost out. If the run has outer replicas, each is such a grid on ranks of its own, and outside of all
-these the axis 'outer' joins ranks of equal places.
+data-parallel ranks are cut at every shard factor and at the boundary of every level (levels.py: nodes, racks), so a
+sub-axis has one role (p, g, os or replica) and one link class. Cuts between 1 and d, in ascending order, name the
+sub-axes from the innermost out. If the run has outer replicas, each is such a grid on ranks of its own, and outside
+of all these the axis 'outer' joins ranks of equal places.
 
 Context parallelism is no axis of the grid but a view: neighbours among the data-parallel ranks share their samples.
 Innermost are those that swap heads for sequence, outside of them those that gather keys and values. So is expert
@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd, log, prod
+from operator import mul
 
-INTRA = "intra_node"
-INTER = "inter_node"
+from megazero.mesh.levels import BETWEEN, NODE, Level, link_along, link_between, make_levels, short
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class AxisSpec:
 
     ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), 'ep' (``Grid.ep_axis``), or
     the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
-    ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
+    ``link`` is the slowest that its groups use, that of the lowest level that holds each of them (levels.py).
     """
 
     name: str
@@ -52,7 +52,7 @@ class AxisSpec:
 
 @dataclass(frozen=True)
 class Grid:
-    """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
+    """The whole grid. ``axes`` is outermost first; ``data_axes`` and ``levels`` are innermost first.
 
     With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside. ``outer`` is the number of outer
     replicas, each of which has ``dp`` data-parallel ranks. ``cp`` is how many of these, in a row, share samples,
@@ -60,8 +60,7 @@ class Grid:
     share the experts.
     """
 
-    world_size: int
-    ranks_per_node: int
+    levels: tuple[Level, ...]
     tp: int
     pp: int
     shards: tuple[int, int, int]
@@ -71,6 +70,14 @@ class Grid:
     cp: int = 1
     cp_keys: int = 1
     ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.levels[-1].size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.levels[0].size
 
     @property
     def dp(self) -> int:
@@ -100,33 +107,30 @@ class Grid:
     def cp_axes(self) -> tuple[AxisSpec, AxisSpec, AxisSpec]:
         """Return the ranks that share samples, innermost first: those that swap heads, then those that gather keys
         inside a node, then across nodes. They lie in the data-parallel axes, from the innermost on. Only the first
-        axis may have ranks on a node and others beyond (``cp_heads_near``).
+        axis may have ranks on a node and others beyond (``others``).
         """
         heads, near = self.cp // self.cp_keys, min(self.cp, max(1, self.ranks_per_node // self.dp_stride))
         inside = max(1, near // heads)
         return (
-            AxisSpec("cp_heads", "cp", heads, self.dp_stride, INTRA if heads <= near else INTER),
-            AxisSpec("cp_keys_intra", "cp", inside, self.dp_stride * heads, INTRA),
-            AxisSpec("cp_keys_inter", "cp", self.cp_keys // inside, self.dp_stride * heads * inside, INTER),
+            _spec(self.levels, "cp_heads", "cp", heads, self.dp_stride),
+            _spec(self.levels, "cp_keys_intra", "cp", inside, self.dp_stride * heads),
+            _spec(
+                self.levels, "cp_keys_inter", "cp", self.cp_keys // inside, self.dp_stride * heads * inside
+            ),
         )
-
-    @property
-    def cp_heads_near(self) -> int:
-        """Return how many of the ranks that swap heads share a node."""
-        return min(self.cp // self.cp_keys, max(1, self.ranks_per_node // self.dp_stride))
 
     @property
     def ep_axis(self) -> AxisSpec:
         """Return the ranks that share the experts: each has some of every layer's. Rows go along ``ep_axes``."""
-        return AxisSpec("ep", "ep", self.ep, 1, INTRA if self.ep_axes[1].size == 1 else INTER)
+        return _spec(self.levels, "ep", "ep", self.ep, 1)
 
     @property
     def ep_axes(self) -> tuple[AxisSpec, AxisSpec]:
         """Return the ranks that share the experts inside a node, and those with the same place at other nodes."""
-        inside = min(self.ep, self.tp * self._data_ranks_per_node)
+        inside = min(self.ep, self.tp * self._data_ranks[0])
         return (
-            AxisSpec("ep_intra", "ep", inside, 1, INTRA),
-            AxisSpec("ep_inter", "ep", self.ep // inside, inside, INTER),
+            _spec(self.levels, "ep_intra", "ep", inside, 1),
+            _spec(self.levels, "ep_inter", "ep", self.ep // inside, inside),
         )
 
     @property
@@ -147,16 +151,16 @@ class Grid:
         together = self.ep_data
         if together == 1:
             return self.data_axes
-        h = max(1, self._data_ranks_per_node // together)
-        own = _sub_axes(self.dp // together, h, self.expert_shards, self.dp_stride * together)
+        near = [max(1, ranks // together) for ranks in self._data_ranks]
+        cuts = data_cuts(self.dp // together, near[0], self.expert_shards, near[1:])
+        own = _sub_axes(self.levels, cuts, self.expert_shards, self.dp_stride * together)
         shared = set(self.data_axes)
         return tuple(axis if axis in shared else replace(axis, name=f"x{axis.name}") for axis in own)
 
     @property
-    def _data_ranks_per_node(self) -> int:
-        return data_ranks_per_node(
-            self.replica_size, self.ranks_per_node, self.tp, self.pp, self.dp_outermost
-        )
+    def _data_ranks(self) -> tuple[int, ...]:
+        levels = (*self.levels[:-1], replace(self.levels[-1], size=self.replica_size))
+        return data_ranks(levels, self.tp, self.pp, self.dp_outermost)
 
     @property
     def replica_size(self) -> int:
@@ -164,19 +168,22 @@ class Grid:
         return self.world_size // self.outer
 
     @property
-    def row_axes(self) -> tuple[AxisSpec, AxisSpec]:
-        """Return the axes by which every rank's row of scalars comes to all: the nodes, then a node's ranks."""
-        size = self.ranks_per_node
+    def row_axes(self) -> tuple[AxisSpec, ...]:
+        """Return the axes by which every rank's row of scalars comes to all, outermost first: one for each level."""
+        node = AxisSpec(self.levels[0].name, "rows", self.ranks_per_node, 1, self.levels[0].link)
         return (
-            AxisSpec("nodes", "rows", self.world_size // size, size, INTER),
-            AxisSpec("node", "rows", size, 1, INTRA),
+            *(
+                AxisSpec(f"{low.name}s", "rows", high.size // low.size, low.size, high.link)
+                for low, high in reversed(list(pairwise(self.levels)))
+            ),
+            node,
         )
 
     @property
     def rows_sent(self) -> dict[str, int]:
         """Return how many rows a rank sends in such an exchange, by link."""
-        nodes, node = self.row_axes
-        return {INTER: nodes.size - 1, INTRA: (node.size - 1) * nodes.size}
+        held = accumulate((axis.size for axis in self.row_axes), mul, initial=1)
+        return {axis.link: (axis.size - 1) * rows for axis, rows in zip(self.row_axes, held, strict=False)}
 
     def added_up(self, nbytes: int) -> dict[str, int]:
         """Return the bytes that a rank sends where all ranks add up ``nbytes``, by link: of rings (Mesh.add_up)."""
@@ -188,7 +195,13 @@ class Grid:
 
     def link(self, a: int, b: int) -> str:
         """Return the link class between two world ranks."""
-        return INTRA if a // self.ranks_per_node == b // self.ranks_per_node else INTER
+        return link_between(self.levels, a, b)
+
+    def others(self, axis: AxisSpec) -> dict[str, int]:
+        """Return how many of the other ranks along an axis lie beyond each link."""
+        near = [min(axis.size, max(1, level.size // axis.stride)) for level in self.levels]
+        beyond = zip(self.levels, [1, *near], near, strict=False)
+        return {level.link: ranks - nearer for level, nearer, ranks in beyond}
 
 
 def replica_size(world_size: int, ranks_per_node: int, outer: int) -> int:
@@ -205,12 +218,17 @@ def replica_size(world_size: int, ranks_per_node: int, outer: int) -> int:
 def data_ranks_per_node(
     world_size: int, ranks_per_node: int, tp: int, pp: int = 1, dp_outermost: bool = False
 ) -> int:
-    """Return h, which is how many ranks of one data-parallel group share a node.
+    """Return h, which is how many ranks of one data-parallel group share a node (``data_ranks``)."""
+    return data_ranks(make_levels(world_size, ranks_per_node), tp, pp, dp_outermost)[0]
+
+
+def data_ranks(levels: Sequence[Level], tp: int, pp: int = 1, dp_outermost: bool = False) -> tuple[int, ...]:
+    """Return how many ranks of one data-parallel group share each level below the whole: first h, those of a node.
 
     tp is innermost, and pp is outermost or in between. Raises ValueError, which names the nearest legal sizes, if
-    groups would straddle nodes unevenly.
+    groups would straddle nodes, or a higher level's parts, unevenly.
     """
-    problems = []
+    problems, world_size, ranks_per_node = [], levels[-1].size, levels[0].size
     if world_size % (tp * pp):
         problems.append(
             f"{world_size} ranks do not divide by tensor-parallel size {tp} x pipeline size {pp}; nearest "
@@ -226,58 +244,72 @@ def data_ranks_per_node(
             f"a node of {ranks_per_node} ranks does not hold whole groups of "
             f"--tensor-model-parallel-size {tp}; nearest: {nearest_divisor(ranks_per_node, tp)}"
         )
-    inner = tp * pp if dp_outermost else tp  # ranks between neighbours of a data-parallel group
-    if not problems and dp_outermost and ranks_per_node % inner and inner % ranks_per_node:
-        room = ranks_per_node // tp
-        problems.append(
-            f"pipelines of {pp} stages inside nodes (tp, pp, dp order) straddle nodes that hold {room} stages each "
-            f"unevenly; nearest pipeline sizes: {nearest_divisor(room, pp)} or a multiple of {room}"
-        )
     if not problems:
-        d, room = world_size // (tp * pp), max(ranks_per_node // inner, 1)
-        h = min(d, room)
-        if d % h or room % h:
-            problems.append(
-                f"data-parallel groups of {d} ranks straddle nodes that hold {room} each unevenly; nearest "
-                f"data-parallel sizes: {gcd(d, room)} or a multiple of {room}"
-            )
-        else:
-            return h
-    raise ValueError("; ".join(problems))
+        found = [_data_ranks(level, world_size // (tp * pp), tp, pp, dp_outermost) for level in levels[:-1]]
+        problems = [each for each in found if isinstance(each, str)][:1]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return tuple(each for each in found if isinstance(each, int))
 
 
-def data_cuts(d: int, h: int, shards: tuple[int, int, int]) -> list[int]:
+def _data_ranks(level: Level, d: int, tp: int, pp: int, dp_outermost: bool) -> int | str:
+    """Return how many of the d ranks of a data-parallel group share a level, or what is illegal about it."""
+    inner = tp * pp if dp_outermost else tp  # ranks between neighbours of a data-parallel group
+    if dp_outermost and level.size % inner and inner % level.size:
+        room = level.size // tp
+        return (
+            f"pipelines of {pp} stages inside nodes (tp, pp, dp order) straddle {level.name}s that hold {room} "
+            f"stages each unevenly; nearest pipeline sizes: {nearest_divisor(room, pp)} or a multiple of {room}"
+        )
+    room = max(level.size // inner, 1)
+    if d % min(d, room) or room % min(d, room):
+        return (
+            f"data-parallel groups of {d} ranks straddle {level.name}s that hold {room} each unevenly; nearest "
+            f"data-parallel sizes: {gcd(d, room)} or a multiple of {room}"
+        )
+    return min(d, room)
+
+
+def data_cuts(d: int, h: int, shards: tuple[int, int, int], above: Sequence[int] = ()) -> list[int]:
     """Return the ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks.
 
-    They are the shard factors and the node boundary h. Each divides the next, if the factors are legal
-    (shard_problem).
+    They are the shard factors and the boundaries of levels: h of the ranks share a node, ``above`` of them each
+    level between node and whole. Each cut divides the next, if the factors are legal (shard_problem).
     """
-    return sorted({1, *shards, h, d})
+    return sorted({1, *shards, h, *above, d})
 
 
-def shard_problem(shards: tuple[int, int, int], d: int, h: int) -> str:
+def shard_problem(shards: tuple[int, int, int], d: int, h: int, above: Sequence[int] = ()) -> str:
     """Say what is illegal about (P, G, OS) over d data-parallel ranks, h to a node, with the nearest legal choice.
 
     Returns '' if nothing is illegal. P must divide G, G must divide OS and OS must divide d, and each must divide h
-    or be a multiple of it: every transition between them is then one collective on one mesh axis.
+    or be a multiple of it, and so with the ranks of each level ``above``: every transition between them is then one
+    collective on one mesh axis.
     """
-    faults = _shard_faults(shards, d, h)
+    faults = _shard_faults(shards, d, h, above)
     if not faults:
         return ""
     return (
         f"shard factors P,G,OS = {','.join(map(str, shards))} over {d} data-parallel ranks: {', '.join(faults)}; "
-        f"nearest legal: {','.join(map(str, nearest_shards(shards, d, h)))}"
+        f"nearest legal: {','.join(map(str, nearest_shards(shards, d, h, above)))}"
     )
 
 
-def context_problem(cp: int, d: int, h: int, keys: int = 1) -> str:
-    """Say what is illegal about ``cp`` of d data-parallel ranks, h to a node, that share samples, with the nearest
-    legal choice. Returns '' if nothing is illegal. ``keys``: groups of them that gather each other's keys and values.
+def whole_parts(d: int, *near: int) -> list[int]:
+    """Return the divisors of d that divide each of ``near``, the data-parallel ranks of a level, or are multiples."""
+    return [k for k in range(1, d + 1) if d % k == 0 and all(n % k == 0 or k % n == 0 for n in near)]
 
-    cp must divide d, so that groups are equal, and divide h or be a multiple of it, so that none straddles a node.
-    Those of a group must lie on one node, if there are several: keys and values are fewer bytes to cross with.
+
+def context_problem(cp: int, d: int, h: int, keys: int = 1, above: Sequence[int] = ()) -> str:
+    """Say what is illegal about ``cp`` of d data-parallel ranks, h to a node, that share samples, with the nearest
+    legal choice. Returns '' if nothing is illegal. ``keys``: groups of them that gather each other's keys and
+    values. ``above``: the ranks of each higher level.
+
+    cp must divide d, so that groups are equal, and divide h or be a multiple of it, so that none straddles a node,
+    nor a higher level. Those of a group must lie on one node, if there are several: keys and values are fewer bytes
+    to cross with.
     """
-    legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
+    legal = whole_parts(d, h, *above)
     if cp in legal:
         near = min(cp, h)
         if keys == 1 or near % (cp // keys) == 0:
@@ -307,15 +339,16 @@ def expert_problem(
     h: int,
     dp_outermost: bool = False,
     across: bool = False,
+    above: Sequence[int] = (),
 ) -> str:
     """Say what is illegal about ``ep`` ranks that share ``experts``, with the nearest legal choice.
 
-    Returns '' if nothing is illegal. shards, d and h: as in ``shard_problem``. ep must divide the experts, be 1 or a
-    multiple of tp, and lie inside a node or, with ``across``, be the ranks of whole nodes. Of its d' = ep / tp
+    Returns '' if nothing is illegal. shards, d, h and above: as in ``shard_problem``. ep must divide the experts, be
+    1 or a multiple of tp, and lie inside a node or, with ``across``, be the ranks of whole nodes. Of its d' = ep / tp
     data-parallel ranks, P, G and OS must each be a divisor or a multiple: what is left of every factor is then a
     factor among the ranks that hold the same experts.
     """
-    rest = experts, tp, shards, d, h, dp_outermost, across
+    rest = experts, tp, shards, d, h, dp_outermost, across, above
     faults = _expert_faults(ep, *rest)
     if not faults:
         return ""
@@ -333,6 +366,7 @@ def _expert_faults(
     h: int,
     dp_outermost: bool,
     across: bool,
+    above: Sequence[int],
 ) -> list[str]:
     faults = [f"it does not divide {experts} experts"] if experts % ep else []
     if ep == 1:
@@ -349,6 +383,11 @@ def _expert_faults(
             f"its ranks leave the node, which has {h} data-parallel ranks{with_tp}, without "
             "--moe-dispatch-across-nodes exact"
         )
+    faults += [
+        f"its ranks straddle a {part}, which has {n} data-parallel ranks{with_tp}"
+        for part, n in zip(BETWEEN, above, strict=False)
+        if n % together and together % n
+    ]
     if dp_outermost and together > 1:
         faults.append("--use-tp-pp-dp-mapping puts pipelines between data-parallel neighbours")
     faults += [
@@ -384,22 +423,25 @@ def own_spans(length: int, rank: int, heads: int, keys: int) -> list[range]:
     return own
 
 
-def _shard_faults(shards: tuple[int, int, int], d: int, h: int) -> list[str]:
+def _shard_faults(shards: tuple[int, int, int], d: int, h: int, above: Sequence[int]) -> list[str]:
     if min(shards) < 1:
         return ["factors are at least 1"]
     chain = list(zip(("P", "G", "OS", "d"), (*shards, d), strict=True))
     faults = [f"{low} = {a} does not divide {high} = {b}" for (low, a), (high, b) in pairwise(chain) if b % a]
     faults += [
-        f"{name} = {k} neither divides nor is a multiple of the {h} data-parallel ranks per node"
+        f"{name} = {k} neither divides nor is a multiple of the {n} data-parallel ranks per {part}"
+        for part, n in zip((NODE, *BETWEEN), (h, *above), strict=False)
         for name, k in {k: (name, k) for name, k in chain[:3]}.values()
-        if h % k and k % h
+        if n % k and k % n
     ]
     return faults
 
 
-def nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
+def nearest_shards(
+    wanted: tuple[int, int, int], d: int, h: int, above: Sequence[int] = ()
+) -> tuple[int, int, int]:
     """Return the legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted``. A tie goes to less memory."""
-    return nearest_chain(wanted, [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)])
+    return nearest_chain(wanted, whole_parts(d, h, *above))
 
 
 def nearest_chain(wanted: tuple[int, int, int], legal: Sequence[int]) -> tuple[int, int, int]:
@@ -440,6 +482,7 @@ def make_grid(
     cp: int = 1,
     cp_keys: int = 1,
     ep: int = 1,
+    level_sizes: tuple[int, ...] = (),
 ) -> Grid:
     """Cut the world into named axes.
 
@@ -447,38 +490,45 @@ def make_grid(
     optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
     role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
     are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples, ``cp_keys`` groups of which gather
-    keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. Raises ValueError for sizes that do
-    not divide and for factors that are illegal.
+    keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. ``level_sizes`` are the nodes in each
+    level between node and cluster (levels.py). Raises ValueError for sizes that do not divide and for factors that
+    are illegal.
     """
+    levels = make_levels(world_size, ranks_per_node, level_sizes)
     if outer > 1:
         inside = replica_size(world_size, ranks_per_node, outer)
-        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, cp=cp, cp_keys=cp_keys, ep=ep)
-        axis = AxisSpec("outer", "outer", outer, inside, INTER)
-        return replace(one, world_size=world_size, axes=(axis, *one.axes), outer=outer)
-    h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
+        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, 1, cp, cp_keys, ep, level_sizes)
+        axis = _spec(levels, "outer", "outer", outer, inside)
+        return replace(one, levels=levels, axes=(axis, *one.axes), outer=outer)
+    h, *above = data_ranks(levels, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
-    problem = shard_problem(shards, d, h) or context_problem(cp, d, h, cp_keys)
-    if problem := problem or expert_problem(ep, ep, tp, shards, d, h, dp_outermost, across=True):
+    problem = shard_problem(shards, d, h, above) or context_problem(cp, d, h, cp_keys, above)
+    if problem := problem or expert_problem(ep, ep, tp, shards, d, h, dp_outermost, True, above):
         raise ValueError(problem)
-    data = _sub_axes(d, h, shards, tp * pp if dp_outermost else tp)
-    between = tp if dp_outermost else tp * d
-    inside = pp == 1 or between * pp <= ranks_per_node
-    pipeline = AxisSpec("pp", "pp", pp, between, INTRA if inside else INTER)
-    tensor = AxisSpec("tp", "tp", tp, 1, INTRA)
+    data = _sub_axes(levels, data_cuts(d, h, shards, above), shards, tp * pp if dp_outermost else tp)
+    pipeline = _spec(levels, "pp", "pp", pp, tp if dp_outermost else tp * d)
+    tensor = _spec(levels, "tp", "tp", tp, 1)
     axes = [*data[::-1], pipeline, tensor] if dp_outermost else [pipeline, *data[::-1], tensor]
     assert prod(a.size for a in axes) == world_size
-    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost, 1, cp, cp_keys, ep)
+    return Grid(levels, tp, pp, shards, tuple(axes), dp_outermost, 1, cp, cp_keys, ep)
 
 
-def _sub_axes(d: int, h: int, shards: tuple[int, int, int], stride: int) -> list[AxisSpec]:
-    """Cut d data-parallel ranks, h to a node, whose neighbours are ``stride`` apart. Innermost first."""
+def _sub_axes(
+    levels: Sequence[Level], cuts: Sequence[int], shards: tuple[int, int, int], stride: int
+) -> list[AxisSpec]:
+    """Return the axes between these cuts of data-parallel ranks, whose neighbours are ``stride`` apart, innermost
+    first."""
     p, g, o = shards
     out = []
-    for low, high in pairwise(data_cuts(d, h, shards)):
+    for low, high in pairwise(cuts):
         role = "p" if high <= p else "g" if high <= g else "os" if high <= o else "replica"
-        link = INTRA if high <= h else INTER
-        out.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, stride * low, link))
+        axis = _spec(levels, role, role, high // low, stride * low)
+        out.append(replace(axis, name=f"{role}_{short(axis.link)}"))
     return out
+
+
+def _spec(levels: Sequence[Level], name: str, role: str, size: int, stride: int) -> AxisSpec:
+    return AxisSpec(name, role, size, stride, link_along(levels, size, stride))
 
 
 def nearest_divisor(n: int, wanted: int) -> int:

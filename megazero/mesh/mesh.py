@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.launch import Launch
+from megazero.mesh.levels import Level
 from megazero.mesh.objects import gather_objects
 from megazero.mesh.waiting import waiting
 
@@ -84,6 +85,16 @@ class Mesh:
     @property
     def world_size(self) -> int:
         return self.grid.world_size
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Return node, ..., cluster (levels.py)."""
+        return self.grid.levels
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Return the classes of links, that inside a node first."""
+        return tuple(level.link for level in self.levels)
 
     @property
     def tp(self) -> Axis:
@@ -157,34 +168,32 @@ class Mesh:
         ``row`` is 1-D, [k], on ``device`` or the CPU, and k is the same on all ranks. The rows are
         written to ``out`` if it is given, which is contiguous; else they are a new tensor.
 
-        A slow link is crossed once, in one round of messages: each row by itself, to one rank of every other node. An
-        all-gather of all ranks is a ring in gloo, with one round after the other for each rank.
+        A slow link is crossed once, in one round of messages: each row by itself, to one rank of every other part of
+        its level. An all-gather of all ranks is a ring in gloo, with one round after the other for each rank.
         """
         out = row.new_empty(self.world_size, row.numel()) if out is None else out
         if self.world_size == 1:
             return out.copy_(row[None])
-        nodes, node = self.row_axes
-        column = row.repeat(nodes.size)
-        if nodes.size > 1:
-            dist.all_to_all_single(column, column.clone(), group=nodes.reduce_group)
-        rows = row.new_empty(node.size, nodes.size, row.numel())
+        *across, node = self.row_axes
+        rows = row
+        for axis in (axis for axis in across if axis.size > 1):
+            column = rows.repeat(axis.size)
+            rows = torch.empty_like(column)
+            dist.all_to_all_single(rows, column, group=axis.reduce_group)
         if node.size > 1:
-            all_gather_flat(rows.view(-1), column, group=node.gather_group)
-        else:
-            rows.view(-1).copy_(column)
-        out.view(nodes.size, node.size, -1).copy_(rows.transpose(0, 1))
+            column, rows = rows, row.new_empty(node.size * rows.numel())
+            all_gather_flat(rows, column, group=node.gather_group)
+        sizes = [axis.size for axis in self.row_axes]
+        inwards = rows.view(*reversed(sizes), row.numel())  # the axis of the last exchange is the outermost
+        out.view(*sizes, row.numel()).copy_(inwards.permute(*reversed(range(len(sizes))), len(sizes)))
         return out
 
     @waiting
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up integers of any shape over all ranks, in place: inside each node, then across nodes."""
-        if self.world_size == 1:
-            return x
-        nodes, node = self.row_axes
-        if node.size > 1:
-            dist.all_reduce(x, group=node.gather_group)
-        if nodes.size > 1:
-            dist.all_reduce(x, group=nodes.reduce_group)
+        """Add up integers of any shape over all ranks, in place: inside each node, then across nodes, and so on."""
+        for axis in reversed(self.row_axes):
+            if axis.size > 1:
+                dist.all_reduce(x, group=axis.reduce_group)
         return x
 
     @waiting
@@ -226,6 +235,7 @@ def create_mesh(
     cp_keys: int = 1,
     ep: int = 1,
     ranks_per_node: int | None = None,
+    level_sizes: tuple[int, ...] = (),
     device: torch.device | str = "cpu",
     timeout: timedelta | None = None,
 ) -> Mesh:
@@ -237,13 +247,14 @@ def create_mesh(
     data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
     groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ep`` ranks in a row share experts,
     which have data-parallel axes of their own (``Mesh.ep_axes``, ``Mesh.expert_axes``). ``ranks_per_node`` is the
-    whole world by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective:
-    every rank calls it with the same arguments.
+    whole world by default, i.e. one node, and ``level_sizes`` are the nodes in each level between node and cluster
+    (``Mesh.levels``): of a rack, or of a rack and of a site. The communicators of ``device`` are made here, too. This
+    is collective: every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     node = ranks_per_node or world_size
-    grid = make_grid(world_size, node, tp, pp, shards, dp_outermost, outer, cp, cp_keys, ep)
+    grid = make_grid(world_size, node, tp, pp, shards, dp_outermost, outer, cp, cp_keys, ep, level_sizes)
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(rank, timeout)

@@ -69,7 +69,7 @@ class GradientSamples:
 
     def __init__(self, patch: str, codecs: Codecs[Any]) -> None:
         self.patch, self.errors, self.gradients = patch, Errors(), LossyGradients(codecs)
-        self.on = dist.get_rank() == 0 and bool(codecs.gradients_intra or codecs.gradients_inter)
+        self.on = dist.get_rank() == 0 and bool(codecs.gradients)
 
     def watches(self, part: int, parts: int, step: int) -> tuple[Watch, ...]:
         """Return what measures the messages of part number ``part`` in this step: nothing if it is not its turn."""

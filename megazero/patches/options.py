@@ -103,6 +103,8 @@ class MessageOptions:
     def _zero(self) -> ZeroConfig:
         names = {f.name for f in dataclasses.fields(ZeroConfig)} & {f.name for f in dataclasses.fields(self)}
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.zero_gradient_bits is not None:
+            given["zero_gradient_bits"] = (self.zero_gradient_bits,)  # of the one link across nodes
         return ZeroConfig(**{"zero_block_size": BLOCK, **given})
 
 

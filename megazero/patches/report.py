@@ -8,6 +8,7 @@ import torch
 
 from megazero.comm.codec import Blockwise, Codec
 from megazero.comm.wire import Codecs
+from megazero.mesh.levels import INTER, INTRA
 from megazero.patches.two_hops import TwoHops
 
 
@@ -16,13 +17,15 @@ def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs[
     raw = " and ".join(map(short, dtypes))
     told = []
     if hops.intra.size > 1:
-        told.append(f"{_gradient_format(codecs.gradients_intra, raw)} inside a node")
+        told.append(f"{_gradient_format(codecs.gradients.get(INTRA), raw)} inside a node")
     if hops.inter.size > 1:
         told.append(
-            f"{_gradient_format(codecs.gradients_inter, 'fp32' if told else raw)} across nodes, sums in fp32"
+            f"{_gradient_format(codecs.gradients.get(INTER), 'fp32' if told else raw)} across nodes, sums in fp32"
         )
-    elif codecs.gradients_inter:
-        what = "nothing across nodes" if codecs.gradients_intra else "not quantised as no hop crosses nodes"
+    elif INTER in codecs.gradients:
+        what = (
+            "nothing across nodes" if INTRA in codecs.gradients else "not quantised as no hop crosses nodes"
+        )
         told.append(what)
     return ", ".join(told)
 

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.mesh.grid import AxisSpec
 from megazero.mesh.launch import Launch, read_launch
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import Axis, GroupSettings, create_axes, discover_ranks_per_node
 from megazero.mesh.objects import gather_objects
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from megazero.config import RunConfig, World
 from megazero.config.model.spec import HEAD, ModelSpec
 from megazero.config.options.cluster import Cluster
 from megazero.config.validate import find_errors
-from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
+from megazero.mesh.grid import Grid, make_grid
+from megazero.mesh.levels import INTER, INTRA, Level, link_between
 from megazero.plan import communication
 from megazero.plan.activations import MicroBatchActivations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
-from megazero.plan.seconds import INTER_SITE, Collectives
+from megazero.plan.seconds import Collectives
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,
@@ -58,20 +60,18 @@ def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple
 
 
 @lru_cache(maxsize=256)
-def ring_of(grid: Grid, site_ranks: int) -> tuple[str, ...]:
+def ring_of(grid: Grid, levels: tuple[Level, ...]) -> tuple[str, ...]:
     """Return the link from each pipeline rank to the next; the last one's is that to the first.
 
-    Some pipelines may cross to another site where others do not. All wait for those.
+    levels: the cluster's. Some pipelines may cross to another rack or site where others do not. All wait for those.
     """
-    axis, across = grid.axis("pp"), set[int]()
-    for rank in range(grid.world_size if site_ranks < grid.world_size else 0):
+    axis, links = grid.axis("pp"), [level.link for level in levels]
+    slowest = [0] * grid.pp
+    for rank in range(grid.world_size) if len(levels) > 2 else axis.ranks(0):
         own = axis.index(rank)
         target = rank + axis.stride * ((own + 1) % grid.pp - own)
-        if rank // site_ranks != target // site_ranks:
-            across.add(own)
-    first = axis.ranks(0)
-    pairs = enumerate(zip(first, (*first[1:], first[0]), strict=True))
-    return tuple(INTER_SITE if own in across else grid.link(*pair) for own, pair in pairs)
+        slowest[own] = max(slowest[own], links.index(link_between(levels, rank, target)))
+    return tuple(links[each] for each in slowest)
 
 
 @lru_cache(maxsize=4096)
@@ -115,17 +115,18 @@ class BaseLayout:
         parallel = config.parallel
         self.tp, self.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         self.virtual, self.schedule_name = config.virtual_stages, config.pipeline_schedule
-        self.d, self.h = config.shard_ranks(world), config.data_ranks_per_node(world)
+        self.d, self.near = config.shard_ranks(world), config.data_ranks(world)
+        self.h = self.near[0]
         self.cp, self.ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
         self.batch_ranks = config.data_parallel_size(world)  # shares of a global batch
         self.whole = grid_of(config, world, (1, 1, 1))  # nothing is sharded
-        self._ring = ring_of(self.whole, cluster.site_ranks)
+        self._ring = ring_of(self.whole, cluster.levels)
         compute = compute or Compute(config, cluster, collectives, self.whole)
         # What is equal wherever all is equal that decides units and messages beside the ZeRO section and the stages.
         mesh = (
             (world, parallel.ranks_per_node, self.tp, self.pp, self.ep, self.cp),
             (parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes),
-            (parallel.use_tp_pp_dp_mapping, parallel.sequence_parallel, compute.width),
+            (parallel.use_tp_pp_dp_mapping, parallel.sequence_parallel, compute.width, parallel.level_sizes),
             (config.outer, config.optimizer, config.model),
         )
         self.mesh: object = collectives.known.setdefault(mesh, object())
@@ -251,12 +252,8 @@ class BaseLayout:
         across = self._message(INTER, sent / self._stages_on(self.config.ranks_per_node(self.world)))
         if link.rank_gbits_per_s is not None:
             across = max(across, sent / (link.rank_gbits_per_s * link.efficiency * 1e9 / 8))
-        found = {INTRA: self._message(INTRA, sent), INTER: across}
-        return (
-            found
-            if self.cluster.inter_site is None
-            else found | {INTER_SITE: self._message(INTER_SITE, sent)}
-        )
+        above = {link: self._message(link, sent) for link in self.cluster.above}
+        return {INTRA: self._message(INTRA, sent), INTER: across, **above}
 
     def _stages_on(self, ranks: int) -> int:
         """Return how many pipeline ranks the first ``ranks`` of the world hold. One of them sends to others."""
@@ -267,7 +264,11 @@ class BaseLayout:
         return self._ring[source if (source + 1) % self.pp == target else target]
 
     def _message(self, link: str, sent: float) -> float:
-        ranks, activation = self.cluster.site_ranks, self.activation
+        activation = self.activation
+        levels = self.cluster.levels
+        ranks = next(
+            (low.size for low, high in pairwise(levels) if high.link == link), 1
+        )  # of the part that sends
         seconds = self.collectives.message(link, sent, ranks // self._stages_on(ranks)).seconds
         cut = not activation.sequence_parallel and activation.sent < activation.whole
         if self.tp > 1 and cut:  # the receivers gather it
@@ -331,4 +332,5 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         parallel.context_parallel_size,
         config.context_levels(world)[1],
         parallel.expert_model_parallel_size,
+        parallel.level_sizes,
     )

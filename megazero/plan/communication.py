@@ -23,7 +23,8 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
+from megazero.mesh.grid import AxisSpec, Grid
+from megazero.mesh.levels import INTRA
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
@@ -92,7 +93,7 @@ class Formats:
         return self.codecs.weights if unit.quantised else None
 
     def of_gradients(self, unit: UnitShape, link: str) -> Coding | None:
-        return self.codecs.gradients(link) if unit.quantised else None
+        return self.codecs.gradients.get(link) if unit.quantised else None
 
 
 def message(unit: UnitShape, parts: int, coding: Coding | None, width: int, exact_width: int) -> int:
@@ -427,14 +428,9 @@ def _balance(config: RunConfig, grid: Grid) -> Bytes:
     counts = blocks * (config.model.num_experts or 0) * COUNT
     out = Counter({("tp", INTRA): 2 * (grid.tp - 1) * counts // grid.tp})
     if grid.cp > 1:
-        (heads, *keys), near = grid.cp_axes, grid.cp_heads_near
-        others = [
-            (INTRA, near - 1),
-            (INTER, heads.size - near),
-            *((axis.link, axis.size - 1) for axis in keys),
-        ]
-        for link, ranks in others:
-            out["cp", link] += counts * ranks
+        for axis in grid.cp_axes:
+            for link, ranks in grid.others(axis).items():
+                out["cp", link] += counts * ranks
     return out
 
 
@@ -466,16 +462,14 @@ def layer_exchanges(
     keys = max(model.num_query_groups // activation.tp, heads.size) * model.kv_channels
     # Bytes of a channel over the rank's tokens.
     channel = activation.length * activation.samples * activation.width
-    near = grid.cp_heads_near
-    beyond = {INTRA: near - 1, INTER: heads.size - near}
     there, back = (
-        [ContextExchange(heads, beyond, channel * channels // heads.size)] * (heads.size > 1)
+        [ContextExchange(heads, grid.others(heads), channel * channels // heads.size)] * (heads.size > 1)
         for channels in (queries + 2 * keys, queries)
     )
-    hops = ((across, INTER, 1), (inside, INTRA, across.size))  # of so many ranks' keys
+    hops = ((across, 1), (inside, across.size))  # of so many ranks' keys
     exact = [
-        ContextExchange(axis, {link: axis.size - 1}, 2 * keys * channel * size, True)
-        for axis, link, size in hops
+        ContextExchange(axis, grid.others(axis), 2 * keys * channel * size, True)
+        for axis, size in hops
         if axis.size > 1
     ]
     gathers = [_coded(each, config, keys * activation.length * activation.samples) for each in exact]
@@ -489,7 +483,7 @@ def _coded(gather: ContextExchange, config: RunConfig, elements: int) -> Context
     """Return a gather of so many elements of keys, and as many of values, as it is sent: across nodes perhaps in the
     format of --cp-gather-bits, as whole blocks."""
     coding = gather_coding(config.parallel)
-    if coding is None or gather.axis.link != INTER:
+    if coding is None or gather.axis.link == INTRA:
         return gather
     coded = -(-elements // coding.block) * coding.block
     return ContextExchange(gather.axis, gather.others, 2 * coded_message(coded, coding), True, 2 * coded)
@@ -571,7 +565,7 @@ def expert_rows(
     numbers = (inside.size - 1) * own * NUMBER, (across.size - 1 + rows.sent_across * k) * NUMBER
     near = ways(rows.sent, rows.received, row, value, numbers[0])
     far = ways(rows.sent_across, rows.received_across, coded, k * value, numbers[1])
-    forward, backward = ({INTRA: inner, INTER: outer} for inner, outer in zip(near, far, strict=True))
+    forward, backward = ({across.link: outer, INTRA: inner} for inner, outer in zip(near, far, strict=True))
     return forward, backward
 
 

@@ -21,6 +21,7 @@ from megazero.plan.memory import GIB
 from megazero.plan.report import describe, layout_flags, outer_words, tokens_per_second
 from megazero.plan.rounding import tokens_needed
 from megazero.plan.search import (
+    LEVELS,
     LOSS_POLICIES,
     OUTER_POLICY,
     PARALLEL,
@@ -105,8 +106,7 @@ class Schemes:
     @property
     def link(self) -> str:
         """The rate of the slow link, in words."""
-        whose = "node" if self.cluster.inter_site is None else "site"
-        return f"{self.cluster.slow_link.gbits_per_s:g} Gb/s a {whose}"
+        return f"{self.cluster.slow_link.gbits_per_s:g} Gb/s a {self.cluster.slow_part}"
 
     def row(self, name: str) -> Scheme | None:
         return next((row for row in self.rows if row.name == name), None)
@@ -150,7 +150,7 @@ def compare(values: Mapping[str, Any], cluster: Cluster) -> Schemes:
     rows: list[Scheme] = []
     missing: dict[str, float] = {}
     free = {n: v for n, v in without_outer(values).items() if n not in (*PARALLEL, *STAGES, *ZERO)}
-    whole = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    whole = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, LEVELS: ()}
     for name, preset in KNOWN.items():
         asked = {**free, **whole, "zero_preset": preset}
         if best := Search(asked, cluster, "exact").best(1):
@@ -189,14 +189,14 @@ def with_outer(values: Mapping[str, Any], bits: int, interval: int, replicas: in
 
 
 def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
-    """Return the numbers of outer replicas to try in turn: one for each site; else for each node, then fewer.
+    """Return the numbers of outer replicas to try in turn: one for each rack or site; else for each node, then fewer.
 
     Raises ConfigError if there is nothing to divide.
     """
     if values.get("outer_replicas"):
         return [int(values["outer_replicas"])]
-    if cluster.inter_site is not None:
-        return [cluster.inter_site.sites]
+    if cluster.above:
+        return [cluster.world_size // cluster.levels[-2].size]
     counts = [k for k in range(cluster.nodes, 1, -1) if cluster.nodes % k == 0]
     if not counts:
         raise ConfigError(
@@ -328,7 +328,7 @@ def at_rates(
 
 def rate_lines(found: Places, cluster: Cluster) -> Iterator[str]:
     """Yield the comparison of --loss-policy outer."""
-    yield f"Schemes by the link between {'sites' if cluster.inter_site else 'nodes'}: seconds of a step"
+    yield f"Schemes by the link between {cluster.slow_part}s: seconds of a step"
     yield (
         f"{'Gb/s':>8} {'delay ms':>9}"
         + "".join(f" {name:>15}" for name in (EXACT, QUANTISED, OUTER))

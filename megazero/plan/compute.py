@@ -17,7 +17,8 @@ from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import INTER, INTRA, Grid
+from megazero.mesh.grid import Grid
+from megazero.mesh.levels import INTER, INTRA
 from megazero.plan.communication import (
     Activation,
     ContextExchange,
@@ -27,7 +28,7 @@ from megazero.plan.communication import (
     layer_exchanges,
     module_sums,
 )
-from megazero.plan.seconds import INTER_SITE, Collectives
+from megazero.plan.seconds import Collectives
 from megazero.plan.units import WIDTHS
 from megazero.pp.schedules import Kind
 
@@ -282,12 +283,12 @@ class Compute:
         return decoded + self._sent(exchange)
 
     def _sent(self, exchange: ContextExchange) -> float:
-        axis, across = exchange.axis, exchange.others.get(INTER, 0)
+        axis, near = exchange.axis, 1 + exchange.others.get(INTRA, 0)
         operation = "gather" if exchange.gathers else "exchange"
-        if self.collectives.link_of(axis) == INTER_SITE:
+        if self.collectives.link_of(axis) not in (INTRA, INTER):
             return self.collectives.of_axis(operation, axis, exchange.row * (axis.size - 1)).seconds
-        counted = exchange.row * (across or axis.size - 1)
-        nodes = axis.size // (1 + exchange.others.get(INTRA, 0))
+        counted = exchange.row * (axis.size - near or axis.size - 1)
+        nodes = axis.size // near
         return self.collectives.cost(operation, axis.size, nodes, counted).seconds
 
 

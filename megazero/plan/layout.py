@@ -13,7 +13,8 @@ from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS, OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.dealing import ROUND_NUMEL
-from megazero.mesh.grid import INTER, AxisSpec, Grid
+from megazero.mesh.grid import AxisSpec, Grid
+from megazero.mesh.levels import INTRA
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
 from megazero.plan.base_layout import BaseLayout, grid_of, schedule_of
@@ -329,7 +330,7 @@ class Layout:
 
         A meeting's bytes count as those of a step on average.
         """
-        sent = [sum(n for (_, link), n in total.items() if link == INTER) for total in self.bytes_by_stage]
+        sent = [sum(n for (_, link), n in total.items() if link != INTRA) for total in self.bytes_by_stage]
         return (sum(sent) / len(sent) + self.bytes_of_meetings[0]) * self.base.cluster.ranks_per_node
 
 

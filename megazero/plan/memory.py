@@ -161,7 +161,7 @@ class States:
         largest *= 2 * self.formats.sums + SQUARE
         of_weights = largest / self.shards.os if self.formats.codecs.weights is not None else 0.0
         axes = [a for a in self.grid.data_axes if a.size > 1]
-        coded = [self.formats.codecs.gradients(a.link) is not None for a in axes]
+        coded = [a.link in self.formats.codecs.gradients for a in axes]
         of_gradients, parts = 0.0, 1
         for i, axis in enumerate(axes):
             parts *= axis.size

@@ -16,7 +16,7 @@ from megazero.files import write_text
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory
-from megazero.plan.search import CHOICES, PARALLEL, STAGES, ZERO, Found, Search, smallest_layout
+from megazero.plan.search import CHOICES, LEVELS, PARALLEL, STAGES, ZERO, Found, Search, smallest_layout
 from megazero.plan.simulate import BILL, Timing
 
 FORMATS = (
@@ -33,6 +33,7 @@ MOST_NODES = 64  # times as many as there are: the largest cluster that is tried
 OUTER_STEPS = ("outer_interval", "outer_replicas", "outer_bits", "outer_delay")
 CHOSEN = (
     *PARALLEL,
+    LEVELS,
     *STAGES,
     "recompute_granularity",
     "loss_chunk_tokens",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import log
 
 from megazero.comm.wire import Codecs, Coding
+from megazero.mesh.levels import INTRA
 
 # What the number of tokens adds to a loss (Hoffmann et al. 2022): DATA_TERM / tokens ** DATA_POWER nats.
 DATA_TERM, DATA_POWER = 410.7, 0.28
@@ -61,7 +62,9 @@ def tokens_needed(codecs: Codecs[Coding], parameters: float) -> float | None:
     weights = nearest.least_speed(DELTA) / nearest.least_speed(HADAMARD) if codecs.delta else 1.0
     if codecs.weights is not None and not codecs.delta and codecs.weights.bits < 8:
         return None
-    across, inside = codecs.gradients_inter, codecs.gradients_intra
+    inside = codecs.gradients.get(INTRA)
+    rounded = (coding for link, coding in codecs.gradients.items() if link != INTRA)
+    across = min(rounded, key=lambda coding: coding.bits, default=None)
     if across is None:
         return weights if inside is None else None
     if across.bits != 4 or (inside is not None and inside.bits not in (4, 8)):

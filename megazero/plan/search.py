@@ -25,6 +25,7 @@ from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.validate import uneven_ranks
+from megazero.mesh.grid import whole_parts
 from megazero.plan.base_layout import BaseLayout, Partition
 from megazero.plan.compute import Compute
 from megazero.plan.estimate import Messages, Shard, least_memory
@@ -43,6 +44,7 @@ PARALLEL = (
     "expert_model_parallel_size",
     "context_parallel_size",
 )
+LEVELS = "level_sizes"
 STAGES = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -51,7 +53,7 @@ STAGES = (
 ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
 LIFETIME, WHOLE = "zero_params_lifetime", "zero_gradients_lifetime"
 OF_STAGES = ("pipeline_model_parallel_size", "use_tp_pp_dp_mapping", *STAGES)
-CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
+CHOICES = (*PARALLEL, LEVELS, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
 
@@ -89,7 +91,7 @@ def given_formats(values: Mapping[str, Any]) -> list[str]:
 EXACT, AS_GIVEN = FormatChoice("exact"), FormatChoice("as given")
 _INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
 _DELTA = FormatChoice("weights INT4 of differences", {"zero_quantized_weights_delta": True})
-_SUMS_INT8 = FormatChoice("gradients INT8", {"zero_quantized_gradients": True, "zero_gradient_bits": 8})
+_SUMS_INT8 = FormatChoice("gradients INT8", {"zero_quantized_gradients": True, "zero_gradient_bits": (8,)})
 _INT4 = FormatChoice("gradients INT4", {"zero_quantized_gradients": True})
 _INSIDE = FormatChoice(
     "gradients INT8 inside nodes, INT4 across", {**_INT4.values, "zero_gradient_bits_intra_node": 8}
@@ -224,13 +226,14 @@ class Search:
         """Yield the options of every base that sizes allow."""
         tensor, pipeline, mapping, sequence, experts, context = PARALLEL
         sizes = [
-            (tp, cp, ep)
+            (tp, cp, ep, levels)
+            for levels in self._free(LEVELS, list(dict.fromkeys(((), self.cluster.level_sizes))))
             for tp in self._free(tensor, common_divisors(self.cluster.ranks_per_node))
             for cp in self._free(context, self.contexts)
             if cp not in tried
             for ep in self._free(experts, self._expert_sizes(tp))
         ]
-        for tp, cp, ep in sizes:
+        for tp, cp, ep, levels in sizes:
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
                 for order in self._free(
                     mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
@@ -242,6 +245,7 @@ class Search:
                                     tensor: tp,
                                     context: cp,
                                     experts: ep,
+                                    LEVELS: levels,
                                     pipeline: pp,
                                     mapping: order,
                                     sequence: self.values.get(sequence, self._sequence_parallel(tp, cp)),
@@ -299,7 +303,7 @@ class Search:
     def choices(self, base: BaseLayout) -> Sequence[Choice]:
         """Return every choice of shards and formats; the rules of the configuration judge them."""
         given = base.config.shards(base.world).factors if self.shards_given else None
-        key = base.d, base.h, given
+        key = base.d, base.near, given
         if key not in self._choices:
             self._choices[key] = [
                 Choice(shard, formats.name, tuple(self._zeros(shard, formats)))
@@ -357,7 +361,7 @@ class Search:
     @staticmethod
     def _shards(base: BaseLayout) -> Iterator[Shard]:
         """Yield the (P, G, OS) of a base."""
-        legal = [k for k in common_divisors(base.d) if base.h % k == 0 or k % base.h == 0]
+        legal = whole_parts(base.d, *base.near)
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):
@@ -437,6 +441,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
         "loss_chunk_tokens": AUTO,
         "micro_batch_size": 1,
         "use_tp_pp_dp_mapping": False,
+        LEVELS: (),
     }
     search = Search({**most, **values}, cluster, "exact")
     search.share_samples(across=True)

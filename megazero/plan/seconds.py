@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megazero.config.options.cluster import Cluster
-from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.mesh.grid import AxisSpec
+from megazero.mesh.levels import INTER, INTRA
 
-INTER_SITE = "inter_site"  # a third class of links: some of the messages go from site to site
 Groups = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
 Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
@@ -31,26 +31,26 @@ class Cost(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Where the groups of an axis lie, each figure of the group or site with the most.
+    """Where the groups of an axis lie, each figure of the group or part of a level (rack, site) with the most.
 
-    sites: on how many a group lies. here: how many ranks of a group are on one site. rings: groups of one site that
-    have ranks on others. rows: of an exchange, those that leave one site.
+    parts: on how many a group lies. here: how many ranks of a group are on one part. rings: groups of one part that
+    have ranks on others. rows: of an exchange, those that leave one part.
     """
 
-    sites: int
+    parts: int
     here: int
     rings: int
     rows: int
 
     @classmethod
-    def of(cls, axis: AxisSpec, world_size: int, site_ranks: int) -> Spread:
-        """Return that of an axis, on sites of so many consecutive ranks."""
-        own = Counter((r - axis.index(r) * axis.stride, r // site_ranks) for r in range(world_size))
-        sites, rings, rows = Counter(group for group, _ in own), Counter[int](), Counter[int]()
-        for (group, site), here in own.items():
-            rings[site] += sites[group] > 1
-            rows[site] += here * (axis.size - here)
-        return cls(*(max(found.values()) for found in (sites, own, rings, rows)))
+    def of(cls, axis: AxisSpec, world_size: int, ranks: int) -> Spread:
+        """Return that of an axis, on parts of so many consecutive ranks."""
+        own = Counter((r - axis.index(r) * axis.stride, r // ranks) for r in range(world_size))
+        parts, rings, rows = Counter(group for group, _ in own), Counter[int](), Counter[int]()
+        for (group, part), here in own.items():
+            rings[part] += parts[group] > 1
+            rows[part] += here * (axis.size - here)
+        return cls(*(max(found.values()) for found in (parts, own, rings, rows)))
 
 
 class Collectives:
@@ -69,54 +69,60 @@ class Collectives:
             for groups, points in table.items()
         }
         inside, across = cluster.intra_node.gbytes_per_s * 1e9, self._rate_across()
-        self._rates = {INTRA: inside, INTER: across, INTER_SITE: across}
-        self._spreads: dict[tuple[int, int], Spread] = {}  # by size and stride of an axis
+        self._rates = {INTRA: inside, INTER: across, **dict.fromkeys(cluster.above, across)}
+        self._spreads: dict[tuple[int, int], list[tuple[str, Spread]]] = {}  # by size and stride of an axis
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
         """Return the cost of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
-        if self.link_of(axis) == INTER_SITE:
-            return self._between_sites(operation, axis, sent)
-        return self.cost(operation, axis.size, axis.size if axis.link == INTER else 1, sent)
+        if self._spread(axis):
+            return self._between(operation, axis, sent)
+        return self.cost(operation, axis.size, 1 if axis.link == INTRA else axis.size, sent)
 
     def link_of(self, axis: AxisSpec) -> str:
-        """Return the slowest link that the groups of an axis use: of some groups, if sites divide them unevenly."""
-        return INTER_SITE if self._spread(axis).sites > 1 else axis.link
+        """Return the slowest link that the groups of an axis use: of some groups, if parts divide them unevenly."""
+        near = INTRA if axis.link == INTRA else INTER
+        return [near, *(link for link, _ in self._spread(axis))][-1]
 
-    def _spread(self, axis: AxisSpec) -> Spread:
-        if self.cluster.inter_site is None:
-            return Spread(1, axis.size, 0, 0)
+    def _spread(self, axis: AxisSpec) -> list[tuple[str, Spread]]:
+        """Return how groups lie on the parts of each level above the node on several of which they lie, by link."""
         key = axis.size, axis.stride
         if key not in self._spreads:
-            self._spreads[key] = Spread.of(axis, self.cluster.world_size, self.cluster.site_ranks)
+            parts = zip(self.cluster.above, self.cluster.levels[1:-1], strict=True)
+            every = ((link, Spread.of(axis, self.cluster.world_size, part.size)) for link, part in parts)
+            self._spreads[key] = [(link, spread) for link, spread in every if spread.parts > 1]
         return self._spreads[key]
 
-    def _between_sites(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
-        """Return the cost where groups lie on several sites, all groups of a site at once.
+    def _between(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
+        """Return the cost where groups lie on several racks, or sites, all groups of one at once.
 
         Of an exchange, each row for another site leaves its site; a ring's pieces leave it once for each group.
         """
-        sites, here, rings, rows = self._spread(axis)
-        leaving = sent * (rows / (axis.size - 1) if operation == "exchange" else rings)
-        delay = (sites - 1) * self.latency(INTER_SITE) + self.steps(here, min(here, 2))
-        return Cost(delay + max(leaving / self.site_rate, sent / self.rate(INTER)), 0.0, delay)
+        times, delay, around = [sent / self.rate(INTER)], 0.0, 1
+        for link, (parts, _, rings, rows) in reversed(self._spread(axis)):
+            leaving = sent * (rows / (axis.size - 1) if operation == "exchange" else rings)
+            times.append(leaving / self.rate_of_part(link))
+            delay += (-(-parts // around) - 1) * self.latency(link)
+            around = parts
+        here = self._spread(axis)[0][1].here
+        delay += self.steps(here, min(here, 2))
+        return Cost(delay + max(times), 0.0, delay)
 
     def message(self, link: str, sent: float, senders: int) -> Cost:
-        """Return the cost of a message of ``sent`` bytes over a link, where ``senders`` ranks of a site send at once.
+        """Return the cost of a message of ``sent`` bytes over a link, where so many ``senders`` of a rack, or of a
+        site, send at once.
 
         Between nodes all ranks of a node send at once.
         """
         near = self.cost("message", 2, 1 if link == INTRA else 2, sent)
-        if link != INTER_SITE:
+        if link in (INTRA, INTER):
             return near
-        far = self.latency(INTER_SITE) + max(senders * sent / self.site_rate, sent / self.rate(INTER))
+        far = self.latency(link) + max(senders * sent / self.rate_of_part(link), sent / self.rate(INTER))
         return Cost(max(far, near.seconds), near.busy)
 
-    @property
-    def site_rate(self) -> float:
-        """The bytes per second from a site to the others."""
-        link = self.cluster.inter_site
-        assert link is not None
-        return link.gbits_per_s * link.efficiency * 1e9 / 8
+    def rate_of_part(self, link: str) -> float:
+        """Return the bytes per second from a rack, or a site, to the others."""
+        part = self.cluster.above[link]
+        return part.gbits_per_s * part.efficiency * 1e9 / 8
 
     def cost(self, operation: str, ranks: int, nodes: int, sent: float) -> Cost:
         """Return the cost of a collective in which every rank of a group sends ``sent`` bytes."""
@@ -150,9 +156,8 @@ class Collectives:
         return (ranks - 1) * self.latency(INTER if nodes > 1 else INTRA)
 
     def latency(self, link: str) -> float:
-        if link == INTRA:
-            return self.cluster.intra_node.latency_us / 1e6
-        return (self.cluster.slow_link if link == INTER_SITE else self.cluster.inter_node).latency_us / 1e6
+        links = {INTRA: self.cluster.intra_node, INTER: self.cluster.inter_node, **self.cluster.above}
+        return links[link].latency_us / 1e6
 
     def rate(self, link: str) -> float:
         """Return the bytes per second of one rank while all ranks of its node send as much."""

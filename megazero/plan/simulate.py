@@ -281,10 +281,9 @@ def update_seconds(layout: Layout) -> float:
     """
     base, collectives = layout.base, layout.base.collectives
     largest = max(layout.units(rank).elements for rank in base.distinct_ranks)
-    nodes, node = layout.grid.row_axes
+    *across, node = layout.grid.row_axes
     scalars = collectives.steps(node.size, 1)
-    if nodes.size > 1:
-        scalars += collectives.latency(collectives.link_of(nodes))
+    scalars += sum(collectives.latency(collectives.link_of(axis)) for axis in across if axis.size > 1)
     matrices = max(layout.matrix_seconds(rank) for rank in base.distinct_ranks)
     return base.compute.update(largest / layout.shards.os) + scalars + matrices + sum(_tied(layout))
 

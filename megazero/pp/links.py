@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
+from megazero.mesh.levels import short
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.waiting import waiting
 from megazero.pp.schedules import Message
@@ -174,7 +175,7 @@ class Links:
             _finish(work)
             return
         peer = self.mesh.pp.ranks[other]
-        link = self.mesh.grid.link(self.mesh.rank, peer).removesuffix("_node")
+        link = short(self.mesh.grid.link(self.mesh.rank, peer))
         with self.waits(f"exposed_pipeline_{link}"):
             if isinstance(work, Future):
                 # Not result(timeout): work that ends as a look at it does would seem to have timed out itself.

@@ -177,6 +177,7 @@ def make_mesh(
         ep=parallel.expert_model_parallel_size,
         ends=not config.model.untie_embeddings_and_output_weights,
         ranks_per_node=config.ranks_per_node(world),
+        level_sizes=config.parallel.level_sizes,
         device=device,
         timeout=timeout,
     )

@@ -81,7 +81,7 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
     state = origin.saved.state if origin.saved else {}
     sizes = BatchSizeRampup.of(config, mesh.batch_ranks)
     data_sets = evaluation_sets(config, tokenizer, sizes.target, state.get("ordered_for", {}))
-    decoder = build_decoder(config, mesh, Traffic())
+    decoder = build_decoder(config, mesh, Traffic(mesh.links))
     engine = shard_decoder(decoder, config, mesh)
     pipeline = build_pipeline(decoder, engine, config, mesh)
     Checkpointing(config, engine, decoder.placements()).load(origin)

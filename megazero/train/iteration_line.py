@@ -25,7 +25,7 @@ def iteration_line(
     lengths_vary: bool,
 ) -> IterationMetrics:
     """Return the line without the callbacks' part. rates: the schedule's values. scale: the loss scale's metrics."""
-    links = ("intra_node_bytes", "inter_node_bytes")
+    totals = [f"{link}_bytes" for link in mesh.links]
     others = {name: rate for name, rate in rates.items() if name != "learning_rate"}
     flops = training_flops(model, [step.length], mesh.tp.size) * step.samples
     return IterationMetrics(
@@ -37,8 +37,7 @@ def iteration_line(
         iteration_time_s=step.seconds,
         tokens_per_s=step.samples * step.length / step.seconds,
         tflops_per_rank=flops / step.seconds / mesh.world_size / 1e12,
-        intra_node_bytes=step.traffic["intra_node_bytes"],
-        inter_node_bytes=step.traffic["inter_node_bytes"],
+        sent={total: step.traffic[total] for total in totals},
         memory_bytes=peak_memory(mesh.device),
         time_bill=step.bill,
         extra={
@@ -49,7 +48,7 @@ def iteration_line(
             **_of_engine(step.info),
             **_of_replicas(step),
             **scale,
-            "bytes": {hop: sent for hop, sent in step.traffic.items() if hop not in links},
+            "bytes": {hop: sent for hop, sent in step.traffic.items() if hop not in totals},
         },
     )
 

@@ -61,7 +61,7 @@ def build_decoder(
 
     traffic: counts the bytes that tensor and context parallelism send. timed: as in ``shard_decoder``.
     """
-    traffic, waits = traffic or Traffic(), Waits(mesh.device, timed)
+    traffic, waits = traffic or Traffic(mesh.links), Waits(mesh.device, timed)
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
     tp = TensorParallel.of(
         mesh.tp,

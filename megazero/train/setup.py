@@ -285,9 +285,9 @@ def _begin(joined: Joined) -> Begun:
 
 def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
     """Make the model and what saves it, prove that this can save, and load the weights. Collective."""
-    config, mesh, origin, bill = joined.config, joined.mesh, begun.origin, TimeBill()
+    config, mesh, origin, bill = joined.config, joined.mesh, begun.origin, TimeBill(links=joined.mesh.links)
     forecast = joined.forecast and joined.forecast.before_the_model(mesh.device)
-    decoder = build_decoder(config, mesh, Traffic(), bill.span)
+    decoder = build_decoder(config, mesh, Traffic(mesh.links), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh)
     files: Mapping[str, bytes] = {}

@@ -307,8 +307,8 @@ def _differing_reads(assembler: Assembler, records: Sequence[RankRecord], step: 
 
 
 def _rounding_checks(records: Sequence[RankRecord], wire: Wire, keys: Coding | None) -> Iterator[Check]:
-    gradients = (wire.gradients_intra, wire.gradients_inter)
-    sent = [(WEIGHTS, wire.weights), *((GRADIENTS, coding) for coding in gradients), (KEYS, keys)]
+    gradients = ((GRADIENTS, coding) for coding in wire.gradients.values())
+    sent = [(WEIGHTS, wire.weights), *gradients, (KEYS, keys)]
     # A format that no message had fails its check: nothing would have been proven.
     merged = {(kind, rounded_name(c.bits, c.block, c.hadamard)): RoundingRecord() for kind, c in sent if c}
     for o in records:

@@ -22,7 +22,8 @@ from megazero.config.model.spec import ParameterSpec, model_spec
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.mesh.dealing import ROUND_NUMEL, Cut, Dealing
-from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.mesh.grid import AxisSpec
+from megazero.mesh.levels import INTRA
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.moe import ExpertParallel
@@ -257,7 +258,7 @@ class ExpectedBytes:
         out, axes, tp = Bytes(), units[0].os_axes, self.grid.tp
         cuts = [cut for unit in units for cut in self._cuts(unit)]
         shared = tp if any(cut.shared for cut in cuts) else 1
-        crosses = [axis.link == INTER for axis in axes]
+        crosses = [axis.link != INTRA for axis in axes]
         dealing = Dealing(cuts, [axis.size for axis in axes], crosses, shared, ROUND_NUMEL)
         axes = [*axes, self.grid.axis("tp")][: len(dealing.sizes)]
         width = communication.matrix_width(self.config.optimizer, self.width)
@@ -331,6 +332,6 @@ def _up(n: int, multiple: int) -> int:
 
 def mismatches(want: Mapping[str, int], got: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Return 'kind_link_bytes' -> (expected, counted) where the two differ. Sums over kinds are left out."""
-    sums = (f"{INTRA}_bytes", f"{INTER}_bytes")
-    keys = sorted({*want, *(key for key, sent in got.items() if sent and key not in sums)})
+    sums = ("intra_", "inter_")
+    keys = sorted({*want, *(key for key, sent in got.items() if sent and not key.startswith(sums))})
     return {k: (want.get(k, 0), got.get(k, 0)) for k in keys if want.get(k, 0) != got.get(k, 0)}

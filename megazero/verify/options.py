@@ -52,7 +52,8 @@ class VerifyRequest:
 
 def help_text() -> str:
     """Return what ``megazero verify --help`` prints."""
-    options = [*section_options("verify", VerifyConfig), all_options()["ranks_per_node"]]
+    known = all_options()
+    options = [*section_options("verify", VerifyConfig), known["ranks_per_node"], known["level_sizes"]]
     return "\n".join([USAGE, *options_help(options)])
 
 

@@ -163,6 +163,7 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         **_contexts(*layout.contexts),
         "expert_model_parallel_size": layout.ep,
         "ranks_per_node": layout.world.ranks_per_node,
+        "level_sizes": layout.level_sizes,
     }
     if layout.pp > 1:
         layers = stage_layers(config, layout.pp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -16,7 +17,7 @@ class SubLayout:
 
     shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
     does. replicas: the outer ones. contexts: how many ranks that share samples swap heads, and how many groups of
-    these gather keys. ep: the expert-parallel size.
+    these gather keys. ep: the expert-parallel size. level_sizes: the nodes in each level between node and cluster.
     """
 
     tp: int
@@ -27,6 +28,7 @@ class SubLayout:
     replicas: int = 1
     contexts: tuple[int, int] = (1, 1)
     ep: int = 1
+    level_sizes: tuple[int, ...] = ()
 
     @property
     def cp(self) -> int:
@@ -36,9 +38,9 @@ class SubLayout:
 def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     """Return the world as it is if it has at most ``most`` ranks, otherwise a smaller one of the same structure.
 
-    The smaller one has as many data-parallel cuts (at P, G, OS and the node boundary), in the same order, each the
-    smallest factor apart. Its tensor and pipeline sizes are as large as ``most`` allows. Of outer replicas there are
-    as few as divide theirs, and each is made smaller like that.
+    The smaller one has as many data-parallel cuts (at P, G, OS and the boundaries of levels), in the same order, each
+    the smallest factor apart. Its tensor and pipeline sizes are as large as ``most`` allows. Of outer replicas there
+    are as few as divide theirs, and each is made smaller like that.
 
     Raises ValueError, which names the smallest number of ranks that has the structure.
     """
@@ -47,11 +49,14 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     shards, replicas = config.shards(world).factors, config.outer_replicas(world)
     if world.world_size <= most:
         ep = parallel.expert_model_parallel_size
-        return SubLayout(tp, pp, world, shards, replicas=replicas, contexts=contexts, ep=ep)
+        levels = parallel.level_sizes
+        return SubLayout(
+            tp, pp, world, shards, replicas=replicas, contexts=contexts, ep=ep, level_sizes=levels
+        )
     if replicas > 1:
         return _fewer_replicas(config, world, most, replicas)
     smaller = _smaller_cuts(config, world)
-    d, h = smaller[config.shard_ranks(world)], smaller[config.data_ranks_per_node(world)]
+    d, h, *above = (smaller[ranks] for ranks in (config.shard_ranks(world), *config.data_ranks(world)))
     pairs = [(t, p) for t in range(1, tp + 1) if tp % t == 0 for p in range(1, pp + 1)]
     pairs = [(t, p) for t, p in pairs if (t > 1) == (tp > 1) and (p > 1) == (pp > 1)]
     fitting = [(t, p) for t, p in pairs if t * p * d <= most]
@@ -65,7 +70,7 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     t, p = max(fitting, key=lambda pair: (min(pair[1], 3), pair[0] * pair[1], pair[1]))
     small = World(t * p * d, _node(config, world, t, p, d, h))
     p_, g, os = (smaller[factor] for factor in shards)
-    few, ep = _fewer_contexts(contexts, config.data_ranks_per_node(world), d, h), 1
+    few, ep = _fewer_contexts(contexts, config.data_ranks_per_node(world), d, h, above), 1
     if parallel.expert_model_parallel_size > 1:
         ep = t * smaller[_apart(config)]
     notes = [
@@ -74,7 +79,9 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     ]
     if pp > 2 == p:
         notes.append("the sub-layout's pipeline has no rank between the first and the last")
-    return SubLayout(t, p, small, (p_, g, os), tuple(notes), contexts=few, ep=ep)
+    apart = t * (p if parallel.use_tp_pp_dp_mapping else 1)  # world ranks between data-parallel neighbours
+    levels = tuple(max(1, apart * ranks // small.ranks_per_node) for ranks in above)
+    return SubLayout(t, p, small, (p_, g, os), tuple(notes), contexts=few, ep=ep, level_sizes=levels)
 
 
 def _apart(config: RunConfig) -> int:
@@ -83,7 +90,9 @@ def _apart(config: RunConfig) -> int:
     return max(1, parallel.expert_model_parallel_size // parallel.tensor_model_parallel_size)
 
 
-def _fewer_contexts(contexts: tuple[int, int], near: int, d: int, h: int) -> tuple[int, int]:
+def _fewer_contexts(
+    contexts: tuple[int, int], near: int, d: int, h: int, above: Sequence[int]
+) -> tuple[int, int]:
     """Return as few ranks that swap heads, and groups that gather keys, inside a node and across, as there are of
     each kind. ``near``: the data-parallel ranks of a node, of which the smaller layout has h, and d in all.
     """
@@ -96,7 +105,7 @@ def _fewer_contexts(contexts: tuple[int, int], near: int, d: int, h: int) -> tup
     legal = [
         (heads, keys)
         for heads, keys in product(range(1, contexts[0] + 1), range(1, contexts[1] + 1))
-        if not context_problem(heads * keys, d, h, keys) and (heads * keys > 1) == (contexts != (1, 1))
+        if not context_problem(heads * keys, d, h, keys, above) and (heads * keys > 1) == (contexts != (1, 1))
     ]
 
     def lost(each: tuple[int, int]) -> tuple[int, int]:
@@ -116,8 +125,8 @@ def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -
 
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
     """Map each cut of the configuration's data-parallel ranks to the cut of the smaller layout."""
-    d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
-    cuts = sorted({*data_cuts(d, h, config.shards(world).factors), _apart(config)})
+    d, (h, *above) = config.shard_ranks(world), config.data_ranks(world)
+    cuts = sorted({*data_cuts(d, h, config.shards(world).factors, above), _apart(config)})
     out = {1: 1}
     for low, high in zip(cuts, cuts[1:], strict=False):
         ratio = high // low

@@ -131,7 +131,7 @@ def documents_of(config: RunConfig, tokens: torch.Tensor) -> dict[str, Any]:
 
 def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     config = run.config
-    decoder = build_decoder(config, mesh, Traffic())
+    decoder = build_decoder(config, mesh, Traffic(mesh.links))
     policy = make_policy(config, mesh)
     policy = replace(policy, block=slice_block(config, World(mesh.world_size, mesh.grid.ranks_per_node)))
     if run.exact:

@@ -105,7 +105,9 @@ def shard(
             "Traits(matrix=True) for them (weights of linears between the embedding and the head, as a rule)"
         )
     mesh.claim()
-    return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic())
+    return Engine(
+        module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic(mesh.links)
+    )
 
 
 def _refuse_other_device(device: torch.device) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from megazero.comm.hops import hop_spec, start_route
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.mesh.dealing import ROUND_NUMEL, Cut, Dealing, MatrixPiece, Place, Route, Span
-from megazero.mesh.grid import INTER
+from megazero.mesh.levels import INTRA
 from megazero.mesh.mesh import Axis
 from megazero.zero.by_matrix import ByMatrix
 from megazero.zero.context import Context
@@ -57,7 +57,7 @@ def deal_matrices(
 
     os_axes: size and link of the axes that cut the optimizer states, innermost first. tp: the tensor-parallel ranks.
     """
-    sizes, crosses = [size for size, _ in os_axes], [link == INTER for _, link in os_axes]
+    sizes, crosses = [size for size, _ in os_axes], [link != INTRA for _, link in os_axes]
     found = [
         (matrix, cut_of(layout, matrix, traits[slot.name], sizes, tp))
         for layout in layouts

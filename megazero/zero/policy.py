@@ -110,7 +110,7 @@ class Policy:
     def _codec_problems(self) -> list[str]:
         codecs, problems = self.codecs, []
         outer = self.outer.codec if self.outer else None
-        for codec in (codecs.weights, codecs.gradients_intra, codecs.gradients_inter, outer):
+        for codec in (*codecs.codings, outer):
             inner = codec.block if isinstance(codec, Coding) else 1
             codec_of(codec)  # raises ValueError for an impossible format
             if self.block % inner:

@@ -150,7 +150,7 @@ class Reduction:
         yield from descend(unit, hops, sums, sums, self.context)
         for number in range(axes.all, axes.os, -1):
             axis = axes.axis(number)
-            codec = None if self.exact else unit.codecs.gradients(axis.link)
+            codec = None if self.exact else unit.codecs.gradients.get(axis.link)
             yield from share_back(unit, axis, number, codec or Identity(unit.sum_dtype), sums, self.context)
         if unit.codecs.mixes:
             sums.clear_padding()
@@ -164,7 +164,7 @@ class Reduction:
         for number in numbers:
             axis = unit.axes.axis(number)
             unsummed = number == 1 and (unit.axes.g > 0 or self.last and self.micro_batch == 0)
-            codec = codecs.gradients(axis.link) or (raw if unsummed else sums)
+            codec = codecs.gradients.get(axis.link) or (raw if unsummed else sums)
             hops.append(ReduceHop(axis, codec, number))
         return hops
 
@@ -249,7 +249,7 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments (whose
     noise goes by name and element) and what refreshes send stay the same bits at both.
     """
-    codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
+    codec = (None if exact else unit.codecs.gradients.get(ends.link)) or Identity(unit.sum_dtype)
     rows, out = unit.gradients.slice.rows(unit.axes.os, 1), unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
     yield from sum_all(Leg(ends, codec), rows, out, context, watches=watches)

@@ -20,7 +20,7 @@ import torch
 from megazero.comm.hops import Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import short
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.waiting import waiting
 
@@ -119,8 +119,7 @@ class StepScalars:
 
     def __init__(self, mesh: Mesh, waits: Waits, parts: Sequence[StepPart]) -> None:
         self.mesh, self.waits, self.parts = mesh, waits, parts
-        link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
-        self.hop = f"exposed_scalar_{link.removesuffix('_node')}"
+        self.hop = f"exposed_scalar_{short(mesh.grid.link(0, mesh.world_size - 1))}"
         self.counts: list[int] | None = None
 
     def write(self) -> None:

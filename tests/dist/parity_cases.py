@@ -10,7 +10,8 @@ from itertools import combinations, product
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config, resolve_shards
-from megazero.mesh.grid import data_ranks_per_node
+from megazero.mesh.grid import data_ranks, data_ranks_per_node
+from megazero.mesh.levels import make_levels
 
 Layout = tuple[int, int, int, str, str | None, bool]  # tp, dp, per_node, shards, lifetime, sequence_parallel
 # By ranks. What a pipeline adds is there in the third step (the first records the order of use, the second gathers
@@ -152,6 +153,7 @@ class Case:
     cp: int = 1
     keys: int = 1  # groups of these that gather keys
     ep: int = 1
+    levels: tuple[int, ...] = ()  # --level-sizes
 
     @property
     def world(self) -> int:
@@ -171,15 +173,31 @@ class Case:
         return {"cp_comm_type": ("a2a" if self.keys == 1 else "all_gather",)} if self.cp > 1 else {}
 
     @property
+    def near(self) -> tuple[int, ...]:
+        """The data-parallel ranks of a node, and of each level above it."""
+        levels = make_levels(self.world, self.per_node, self.levels)
+        return data_ranks(levels, self.tp, self.pp, self.dp_outermost)
+
+    @property
     def h(self) -> int:
-        return data_ranks_per_node(self.world, self.per_node, self.tp, self.pp, self.dp_outermost)
+        return self.near[0]
 
     @property
     def mesh(self) -> tuple[Any, ...]:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
-        factors = resolve_shards(_factors(self.shards), self.dp, self.h).factors
+        factors = resolve_shards(_factors(self.shards), self.dp, self.h, above=self.near[1:]).factors
         pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
-        return self.world, self.tp, factors, self.per_node, self.cp, self.keys, self.ep, *pipeline
+        return (
+            self.world,
+            self.tp,
+            factors,
+            self.per_node,
+            self.levels,
+            self.cp,
+            self.keys,
+            self.ep,
+            *pipeline,
+        )
 
     @property
     def id(self) -> str:
@@ -194,6 +212,7 @@ class Case:
             f"chunks{self.loss_chunk}" if self.loss_chunk else "",
             f"cp{self.cp // self.keys}x{self.keys}" if self.cp > 1 else "",
             f"ep{self.ep}" if self.ep > 1 else "",
+            f"levels{self.levels}" if self.levels else "",
         ]
         return "-".join(word for word in words if word)
 
@@ -212,6 +231,7 @@ class Case:
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sequence_parallel,
             "ranks_per_node": self.per_node,
+            "level_sizes": self.levels,
             "zero_preset": factors if named else None,
             "zero_shard": None if named else factors,
             "zero_params_lifetime": self.lifetime,

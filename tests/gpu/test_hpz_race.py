@@ -20,7 +20,8 @@ from torch import nn
 
 from megazero import zero
 from megazero.comm import hops
-from megazero.mesh.grid import INTER, AxisSpec, make_grid
+from megazero.mesh.grid import AxisSpec, make_grid
+from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Axis, Mesh
 from megazero.zero.unit import Unit
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megazero.comm.codec import Blockwise
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import INTER, INTRA
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, Run, replicas_differ, step_losses
 from tests.megatron.cases import CASES, DELTA_INT4, EXACT, INT8_INT4, LARGE, SMALL

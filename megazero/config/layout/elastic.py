@@ -18,7 +18,7 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.config.validate import batch_multiples, find_errors, uneven_ranks
-from megazero.mesh.grid import nearest_divisor, nearest_shards
+from megazero.mesh.grid import nearest_shards, whole_parts
 
 
 def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, list[str]]:
@@ -88,14 +88,15 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
     if not config.knows_nodes(world):
         return
     try:
-        d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
+        d, (h, *above) = config.shard_ranks(world), config.data_ranks(world)
     except ValueError:
         return
     if zero.zero_shard:
         p, g, os = zero.zero_shard
-        yield replace(zero, zero_shard=nearest_shards((p, g, os), d, h))
-    elif zero.zero_preset in PARTITIONED and zero.zero_hpz_partition_size and h > 1:
-        yield replace(zero, zero_hpz_partition_size=nearest_divisor(h, zero.zero_hpz_partition_size))
+        yield replace(zero, zero_shard=nearest_shards((p, g, os), d, h, above))
+    elif zero.zero_preset in PARTITIONED and (wanted := zero.zero_hpz_partition_size) and (h, *above)[-1] > 1:
+        legal = whole_parts((h, *above)[-1], h, *above)
+        yield replace(zero, zero_hpz_partition_size=min(legal, key=lambda k: (abs(k - wanted), k)))
     elif zero.zero_preset in QUANTISED and zero.zero_hpz_partition_size:  # one rank a node
         yield replace(zero, zero_hpz_partition_size=None)
     elif zero.zero_preset in IN_NODE:

@@ -2,8 +2,8 @@
 
 P, G and OS are the sharing factors of parameters, accumulated gradients, and optimizer states with master weights.
 d is the number of data-parallel ranks, and h is how many of them share a node. Each of P, G, OS divides the next,
-OS divides d, and each divides h or is a multiple of it, so that every transition is one collective on one mesh
-axis.
+OS divides d, and each divides h or is a multiple of it, and so with the ranks of every level above the node, so that
+every transition is one collective on one mesh axis.
 
 The presets are the ZeRO stages (Rajbhandari et al. 2020, section 5), MiCS (Zhang et al. 2022, section 3), hpZ
 (ZeRO++, Wang et al. 2023, section 3.2) and HSDP (the name of MiCS in FSDP). zeropp is hpZ whose gradients, too,
@@ -13,7 +13,7 @@ one rank zeropp is zero1 with the same messages: that has a use, where the prese
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -87,10 +87,12 @@ def resolve_shards(
     partition: int | None = None,
     delta: bool = False,
     gradients: str | None = None,
+    above: Sequence[int] = (),
 ) -> Shards:
     """Return the factors and lifetime of a preset's name or of an explicit (P, G, OS).
 
-    ``partition`` is the P of hpz and zeropp where it is not h. With ``delta``, differences of weights are sent
+    ``above``: the data-parallel ranks of each level between node and whole, the lowest first. ``partition`` is the P
+    of hpz and zeropp where it is not h; zeropp's G is not less. With ``delta``, differences of weights are sent
     where they cross nodes.
 
     Where P = OS the lifetime is always 'use', whatever is asked, since the P copy is the optimizer's own slice.
@@ -99,8 +101,8 @@ def resolve_shards(
     with full parameters kept through the step. ``gradients`` is how long whole gradients live, None for a
     'micro-batch'. Raises ValueError, which names the nearest legal choice.
     """
-    p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
-    if problem := shard_problem((p, g, os), d, h):
+    p, g, os = _preset_factors(policy, d, h, partition, above) if isinstance(policy, str) else _triple(policy)
+    if problem := shard_problem((p, g, os), d, h, above):
         raise ValueError(problem)
     if lifetime is not None and lifetime not in LIFETIMES:
         raise ValueError(f"parameter lifetime {lifetime!r} is not one of {', '.join(LIFETIMES)}")
@@ -125,33 +127,30 @@ def weights_cross(os: int, h: int) -> bool:
     return os > h
 
 
-def gradients_cross(d: int, h: int) -> bool:
-    """Tell whether some reduction of the gradients goes across nodes."""
-    return d > h
-
-
 def _triple(policy: tuple[int, ...]) -> tuple[int, int, int]:
     if len(policy) != 3:
         raise ValueError(f"shard factors are three numbers P,G,OS, got {len(policy)}: {policy}")
     return policy[0], policy[1], policy[2]
 
 
-def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple[int, int, int]:
+def _preset_factors(
+    preset: str, d: int, h: int, partition: int | None, above: Sequence[int]
+) -> tuple[int, int, int]:
     table = {**PRESETS, AUTO: PRESETS["zero1"]}
     if preset not in table:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
     sizes, chosen = {"1": 1, "h": h, "d": d}, table[preset]
     p = partition or h if chosen.partitioned else sizes[chosen.p]
-    room = min(partition or h, h)
+    room = min(p, most := (h, *above)[-1])
     if preset in IN_NODE and room == 1 and not (chosen.quantised and h == 1):
         nearest = f"factors: --zero-shard 1,{h},{d}" if chosen.quantised else "preset: zero3"
         raise ValueError(
             f"preset {preset} shards parameters over ranks of one node, but only {room} data-parallel rank shares a "
             f"node here; nearest legal {nearest}"
         )
-    if chosen.partitioned and p > h:
+    if chosen.partitioned and p > most:
         raise ValueError(
             f"a partition of {partition} ranks would straddle nodes: {h} data-parallel ranks share one; "
-            f"nearest: --zero-hpz-partition-size {h}"
+            f"nearest: --zero-hpz-partition-size {most}"
         )
-    return p, sizes[chosen.g], sizes[chosen.os]
+    return p, max(sizes[chosen.g], p if chosen.g == "h" else 1), sizes[chosen.os]

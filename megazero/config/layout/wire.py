@@ -2,17 +2,19 @@
 
 They follow ZeRO++ (Wang et al. 2023, sections 3.1 and 3.3). Weights are encoded once per step, by their owner, and
 travel as they were encoded. So they have one format for every hop, which is in use where some hop crosses nodes.
-Gradients have a format for the hops inside a node and one for those across nodes.
+Gradients have a format for the hops over each class of link: inside a node, across nodes, and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megazero.comm.wire import DEFAULT_BLOCK, Codecs, Coding
-from megazero.config.layout.shards import QUANTISED, Shards, gradients_cross, weights_cross
+from megazero.config.layout.shards import QUANTISED, Shards, weights_cross
 from megazero.config.options.sections import ZeroConfig
+from megazero.mesh.levels import INTRA, links_of
 
 # The options that say how messages are coded.
 OF_WEIGHTS = ("zero_weight_bits",)
@@ -92,7 +94,7 @@ def is_plain(zero: ZeroConfig) -> bool:
 
 def few_bits(zero: ZeroConfig) -> bool:
     """Tell whether quantised gradients have so few bits on some hop that they are transformed by default."""
-    bits = (zero.zero_gradient_bits or GRADIENT_BITS, zero.zero_gradient_bits_intra_node)
+    bits = (*(zero.zero_gradient_bits or (GRADIENT_BITS,)), zero.zero_gradient_bits_intra_node)
     return min(each for each in bits if each) <= MOST_TRANSFORMED_BITS
 
 
@@ -104,30 +106,31 @@ def format_options(zero: ZeroConfig) -> list[str]:
     return [*names, *OF_BOTH] if names else []
 
 
-def asked_for(zero: ZeroConfig) -> Wire:
-    """Return the formats that are asked for, as if every hop existed."""
-    weights = intra = inter = None
+def asked_for(zero: ZeroConfig, links: Sequence[str] = links_of()) -> Wire:
+    """Return the formats that are asked for, as if every hop over these links existed."""
+    weights, gradients = None, dict[str, Coding]()
     if quantizes_weights(zero):
         bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
         weights = _coding(zero, bits)
     if quantizes_gradients(zero):
-        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS)
-        if zero.zero_gradient_bits_intra_node:
-            intra = _coding(zero, zero.zero_gradient_bits_intra_node)
-        inter, intra = _mixed([inter, intra], transform(zero))
+        codings = {link: _coding(zero, bits) for link, bits in _gradient_bits(zero, links).items()}
+        gradients = _mixed(codings, transform(zero))
     exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
-    return Wire(weights, intra, inter, quantizes_changes(zero), exact_numel=exact)
+    return Wire(weights, gradients, quantizes_changes(zero), exact_numel=exact)
 
 
-def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
-    """Return the formats in use on d data-parallel ranks, h to a node: those asked for whose hops exist."""
-    asked = asked_for(zero)
-    refresh, reduction = weights_cross(shards.os, h), gradients_cross(d, h)
+def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int, above: Sequence[int] = ()) -> Wire:
+    """Return the formats in use on d data-parallel ranks: those asked for whose hops exist.
+
+    h of the ranks share a node, and ``above`` of them each level between node and whole.
+    """
+    links, held = links_of(len(above)), (1, h, *above, d)
+    asked, refresh = asked_for(zero, links), weights_cross(shards.os, h)
+    used = [link for link, (low, high) in zip(links, pairwise(held), strict=True) if low < high]
     wire = replace(
         asked,
         weights=asked.weights if refresh else None,
-        gradients_intra=asked.gradients_intra if h > 1 else None,
-        gradients_inter=asked.gradients_inter if reduction else None,
+        gradients={link: coding for link, coding in asked.gradients.items() if link in used},
         delta=asked.delta and refresh,
     )
     return wire if wire.codings else Wire()
@@ -137,14 +140,22 @@ def _coding(zero: ZeroConfig, bits: int) -> Coding:
     return Coding(bits, zero.zero_block_size or 0)
 
 
-def _mixed(codings: Sequence[Coding | None], by: str) -> list[Coding | None]:
-    """Return the formats of successive hops with their transform.
+def _gradient_bits(zero: ZeroConfig, links: Sequence[str]) -> dict[str, int]:
+    """Return the bits of a quantised gradient over each link; those over others are exact."""
+    *given, last = zero.zero_gradient_bits or (GRADIENT_BITS,)
+    across = zip(links[1:], [*given, *[last] * len(links)], strict=False)  # the last is for all further links
+    inside = zero.zero_gradient_bits_intra_node
+    return {**({INTRA: inside} if inside else {}), **dict(across)}
+
+
+def _mixed(codings: Mapping[str, Coding], by: str) -> dict[str, Coding]:
+    """Return the formats of successive hops, by link, with their transform.
 
     It mixes the smallest of their blocks (the larger the better, see docs/results/loss.md), so that it is the
     same on all hops and nothing is transformed between them.
     """
-    size = min(MIXED, *(c.block for c in codings if c)) if by == "hadamard" else 0
-    return [c and replace(c, hadamard=size) for c in codings]
+    size = min(MIXED, *(c.block for c in codings.values())) if by == "hadamard" else 0
+    return {link: replace(c, hadamard=size) for link, c in codings.items()}
 
 
 def dispatch_coding(way: str, hidden: int) -> Coding | None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from megazero.config.layout.shards import AUTO, PRESETS
 from megazero.config.layout.wire import quantizes_gradients, quantizes_weights
 from megazero.config.nearest import nearest_power_of_two
+from megazero.config.options.fields import show
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig
+from megazero.mesh.levels import links_of
 
 LEAST_BLOCK, LARGEST_BLOCK = 8, 2048  # of kernels/format.py
 ALWAYS_P_IS_OS = tuple(name for name, preset in PRESETS.items() if preset.p == preset.os)
@@ -38,6 +40,16 @@ def legal_block(zero: ZeroConfig, largest: int = LARGEST_BLOCK) -> Iterator[str]
         yield (
             f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {largest}; nearest: "
             f"{nearest_power_of_two(block, LEAST_BLOCK, largest)}"
+        )
+
+
+def links_have_bits(config: RunConfig) -> Iterator[str]:
+    """Report more formats of gradients than there are links across nodes."""
+    bits, links = config.zero.zero_gradient_bits or (), links_of(len(config.parallel.level_sizes))[1:]
+    if len(bits) > len(links):
+        yield (
+            f"--zero-gradient-bits {show(bits)}: gradients cross {len(links)} kind{'s' * (len(links) > 1)} of link "
+            f"between nodes by --level-sizes; nearest: {show(bits[: len(links)])}"
         )
 
 

@@ -7,7 +7,8 @@ a file are reported at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from megazero.bounded import MOST_YAML, load_yaml, read_bytes
 from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean, multiples_around
 from megazero.config.options.fields import convert, fault, option, section_options
+from megazero.mesh.levels import BETWEEN, CLUSTER, INTER, INTRA, NODE, Level, links_of
 
 CLUSTERS = Path(__file__).parent / "clusters"
 OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all, all-reduce, point to point
@@ -103,14 +105,16 @@ class InterNode:
 
 
 @dataclass(frozen=True)
-class InterSite:
-    """The link of a site, which is some of the nodes, to the other sites: that of all its nodes together.
+class InterLevel:
+    """The link of a rack, or of a site, to the others: that of all its nodes together.
 
-    Sites are consecutive nodes. Nodes of one site are joined as ``InterNode`` says.
+    It is some consecutive nodes. Inside it the level below joins them, in the end ``InterNode``.
     """
 
-    gbits_per_s: float = option(MISSING, "rate of a site, in Gb/s", low=LEAST, required=True)
-    sites: int = option(2, "sites that the nodes divide into, in their order", low=2)
+    gbits_per_s: float = option(MISSING, "rate of a rack, or of a site, in Gb/s", low=LEAST, required=True)
+    parts: int = option(
+        2, "racks or sites that the nodes divide into, in their order", low=2, aliases=("racks", "sites")
+    )
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
     efficiency: float = option(0.8, "share of the line rate that collectives reach", low=LEAST, high=1)
 
@@ -170,7 +174,10 @@ class MeasuredLayer:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal ranks, with what was measured on them (empty where nothing was)."""
+    """Nodes of equal ranks, with what was measured on them (empty where nothing was).
+
+    above: the levels between node and cluster by the link between them ('inter_rack'), the lowest first.
+    """
 
     name: str
     nodes: int
@@ -181,40 +188,55 @@ class Cluster:
     collectives: tuple[MeasuredCollective, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
     cores: Cores | None = None
-    inter_site: InterSite | None = None
+    above: Mapping[str, InterLevel] = field(default_factory=dict, hash=False)
     rates: str = DATA_SHEET
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if nodes do not divide into the sites."""
-        if self.inter_site is not None and self.nodes % self.inter_site.sites:
-            sites = self.inter_site.sites
-            raise ConfigError(
-                [
-                    f"cluster {self.name}: {self.nodes} nodes do not divide into {sites} sites; nearest: "
-                    f"{multiples_around(self.nodes, sites)} nodes"
-                ]
-            )
+        """Raise ConfigError if nodes do not divide into the racks, or these into the sites."""
+        whole, kind = self.nodes, "nodes"
+        for link, level in self.above.items():
+            if whole % level.parts:
+                near = multiples_around(whole, level.parts)
+                parts = link.replace("inter_", f"{level.parts} ")
+                raise ConfigError(
+                    [
+                        f"cluster {self.name}: {whole} {kind} do not divide into {parts}s; nearest: {near} {kind}"
+                    ]
+                )
+            whole, kind = level.parts, link.replace("inter_", "") + "s"
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @property
-    def site_ranks(self) -> int:
-        """Return the ranks of a site: all of them if the file says nothing of sites."""
-        return self.world_size // (self.inter_site.sites if self.inter_site else 1)
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """Return node, ..., cluster, with the links between their parts."""
+        names = (NODE, *(link.removeprefix("inter_") for link in self.above), CLUSTER)
+        sizes = (self.ranks_per_node, *(self.world_size // level.parts for level in self.above.values()))
+        return tuple(map(Level, names, (*sizes, self.world_size), (INTRA, INTER, *self.above)))
 
     @property
-    def slow_link(self) -> InterNode | InterSite:
-        """Return the slowest kind of link that there is: between sites, or else between nodes."""
-        return self.inter_site or self.inter_node
+    def level_sizes(self) -> tuple[int, ...]:
+        """Return these levels as --level-sizes has them."""
+        return tuple(level.size // self.ranks_per_node for level in self.levels[1:-1])
+
+    @property
+    def slow_part(self) -> str:
+        """Return what the slowest kind of link joins: 'node', 'rack' or 'site'."""
+        return self.levels[-2].name
+
+    @property
+    def slow_link(self) -> InterNode | InterLevel:
+        """Return the slowest kind of link that there is: that between the parts of the highest level."""
+        return [self.inter_node, *self.above.values()][-1]
 
     def with_slow_link(self, gbits_per_s: float, delay_ms: float) -> Cluster:
         """Return it with another rate of that link, so much more latency, and nothing measured over it."""
         latency = self.slow_link.latency_us + 1e3 * delay_ms
         changed: Any = replace(self.slow_link, gbits_per_s=gbits_per_s, latency_us=latency)
-        if self.inter_site is not None:
-            return replace(self, inter_site=changed)
+        if self.above:
+            return replace(self, above={**self.above, self.levels[-1].link: changed})
         inside = tuple(row for row in self.collectives if row.nodes == 1)
         return replace(self, inter_node=changed, collectives=inside)
 
@@ -246,7 +268,8 @@ class _Top:
 
 
 _PARTS: Mapping[str, type] = {"device": Device, "intra_node": IntraNode, "inter_node": InterNode}
-_OPTIONAL: Mapping[str, type] = {"cores": Cores, "inter_site": InterSite}
+_ABOVE = links_of(len(BETWEEN))[2:]  # inter_rack, ...
+_OPTIONAL: Mapping[str, type] = {"cores": Cores, **dict.fromkeys(_ABOVE, InterLevel)}
 TABLES: Mapping[str, type] = {
     "collectives": MeasuredCollective,
     "layers": MeasuredLayer,
@@ -329,7 +352,8 @@ def parse_cluster(text: str, where: str) -> Cluster:
             )
     if errors:
         raise ConfigError(errors)
-    pieces: dict[str, Any] = {**parts, **tables}
+    above = {link: parts.pop(link) for link in _ABOVE if link in parts}
+    pieces: dict[str, Any] = {**parts, **tables, "above": above}
     return Cluster(top.name, top.nodes, top.ranks_per_node, **pieces, rates=top.rates)
 
 
@@ -347,8 +371,10 @@ def _read(cls: type[Section], values: Any, where: str, errors: list[str]) -> Any
         errors.append(f"{where} holds {type(values).__name__}, not a mapping of names to values")
         return None
     known = {o.name: o for o in section_options(cls.__name__, cls)}
+    known_as = {alias: o.name for o in known.values() for alias in (o.name, *o.aliases)}
     before, read = len(errors), dict[str, Any]()
-    for key, raw in (values or {}).items():
+    for said, raw in (values or {}).items():
+        key = known_as.get(said, said)
         if key not in known:
             errors.append(f"{where}: {key} does not exist{did_you_mean(str(key), known)}")
             continue

@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
@@ -282,6 +282,9 @@ def fault(opt: Option, value: Any) -> str:
     """Return the range or choice that a value of ``opt``, or one of several, breaks, or '' if it breaks none."""
     if value is None:
         return f"{opt.flag} is required" if opt.required else ""
+    if opt.kind in MANY:
+        one = replace(opt, kind=opt.kind.removesuffix("s"))
+        return next(filter(None, (fault(one, each) for each in value)), "")
     if opt.choices and value not in opt.choices:
         choices = [str(choice) for choice in opt.choices]
         if opt.kind == "int":
@@ -289,8 +292,6 @@ def fault(opt: Option, value: Any) -> str:
         else:
             nearest = misspelt(str(value), choices)
         return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
-    if opt.kind in ("ints", "floats"):
-        return next(filter(None, (_out_of_range(opt, each) for each in value)), "")
     return _out_of_range(opt, value) if opt.kind in ("int", "float") and value != opt.word else ""
 
 

@@ -99,6 +99,13 @@ class ParallelConfig:
     ranks_per_node: int | None = option(
         None, "overrides the launcher's node size: one machine can pretend to be several", low=1
     )
+    level_sizes: tuple[int, ...] = option(
+        (),
+        "nodes in each level between node and cluster, lowest first: N, of a rack; N,M, of a rack and of a site. "
+        "Messages then go once across each of these links",
+        low=1,
+        strict=True,
+    )
 
     @property
     def model_ranks(self) -> int:
@@ -133,7 +140,10 @@ class ZeroConfig:
         "sharding by factors P,G,OS: ranks that share one copy of parameters, gradients, optimizer states",
     )
     zero_hpz_partition_size: int | None = option(
-        None, "ranks that share hpz's or zeropp's copy of the parameters (default: those of a node)", low=1
+        None,
+        "ranks that share hpz's or zeropp's copy of the parameters (default: those of a node). It may be the "
+        "ranks of a rack, or of a site, by --level-sizes",
+        low=1,
     )
     zero_params_lifetime: str | None = option(
         None,
@@ -180,9 +190,10 @@ class ZeroConfig:
     zero_quantized_gradients: bool | None = option(
         None, "send gradients quantised where they cross nodes (default: on in preset zeropp, else off)"
     )
-    zero_gradient_bits: int | None = option(
+    zero_gradient_bits: tuple[int, ...] | None = option(
         None,
-        "bits of a quantised gradient across nodes; 8 where the link allows it (default: 4)",
+        "bits of a quantised gradient across nodes; 8 where the link allows it (default: 4). Several values, with "
+        "--level-sizes: across nodes, racks, ...; the last one is also for further levels",
         choices=BITS_OF_GRADIENTS,
     )
     zero_gradient_bits_intra_node: int | None = option(

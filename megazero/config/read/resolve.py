@@ -37,6 +37,7 @@ from megazero.config.read.beginning import Beginning
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
 from megazero.config.run import REMOVED, RunConfig, World, all_options
+from megazero.mesh.levels import links_of
 
 TRANSFORM = "zero_gradient_transform"
 KEPT_PLAIN = (
@@ -237,7 +238,8 @@ def _formats(draft: Draft) -> None:
     if plain and TRANSFORM not in kept:
         draft.notes.append(PLAIN)
     was = section_of(ZeroConfig, before)
-    sent = [(w.gradients_intra, w.gradients_inter) for w in (asked_for(was), asked_for(now))]
+    links = links_of(len(draft.values.get("level_sizes", ())))
+    sent = [asked_for(zero, links).gradients for zero in (was, now)]
     if quantizes_gradients(was) and quantizes_gradients(now) and sent[0] != sent[1]:
         names = [n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n)]
         said = _changes(names, vars(was), vars(now))

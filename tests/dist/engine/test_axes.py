@@ -18,6 +18,7 @@ from torch import nn
 from megazero import zero
 from megazero.checkpoint import store
 from megazero.comm.codec import Blockwise
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.records import load_records, save_records
 from tests.dist.capture import assemble, capture_gradients, local_slices
@@ -211,8 +212,7 @@ def test_policies_on_other_axes_equal_bare_torch(place, policy):
 
 QUANTISED = zero.Codecs(
     weights=Blockwise(8, 16),
-    gradients_intra=Blockwise(8, 16),
-    gradients_inter=Blockwise(4, 16),
+    gradients={INTRA: Blockwise(8, 16), INTER: Blockwise(4, 16)},
     delta=True,
 )
 

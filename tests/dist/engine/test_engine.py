@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import create_mesh
 from tests.dist.capture import assemble, capture_gradients, weights
 from tests.dist.pool import run_ranks
@@ -183,7 +184,7 @@ def test_policies_equal_bare_torch(name):
 
 
 QUANTISED = zero.Codecs(
-    weights=Blockwise(8, 16), gradients_intra=Blockwise(8, 16), gradients_inter=Blockwise(4, 16)
+    weights=Blockwise(8, 16), gradients={INTRA: Blockwise(8, 16), INTER: Blockwise(4, 16)}
 )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from megazero import zero
 from megazero.kernels.adamw import Rates, adamw
+from megazero.mesh.levels import INTER
 from megazero.zero.elementwise import OnePassAdamW
 from tests.dist.pool import by_case
 from tests.dist.quantised.cases import (
@@ -29,7 +30,7 @@ from tests.dist.quantised.cases import (
 
 BF16, FP64 = torch.bfloat16, torch.float64
 ONE_PASS = partial(OnePassAdamW, lr=1e-2, weight_decay=0.1)
-DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4)
+DELTA = zero.Codecs(weights=Q4, delta=True, gradients={INTER: Q4})
 DELTA2 = zero.Codecs(weights=Q2, delta=True)
 CODED = zero.Codecs(weights=Q8)
 EXACT = zero.Codecs()

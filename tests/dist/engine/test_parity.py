@@ -77,6 +77,19 @@ def test_eight_ranks():
     check(few, FEW_STEPS)
 
 
+def test_states_cut_at_nodes_and_racks_equal_one_rank():
+    """Of 8 ranks on 2 racks of 2 nodes of 2, P, G and OS are those of a node, of a rack, and all, or others."""
+    rest = (True, "odd", "none", "fp32", "llama")
+    cases = [
+        Case(1, 8, 2, "2,4,8", None, False, 3, *rest, levels=(2,)),
+        Case(1, 8, 2, "4,4,8", "gathered", False, 1, *rest, levels=(2,)),
+        Case(1, 8, 2, "8,8,8", None, False, 1, *rest, levels=(2,)),
+        Case(1, 8, 1, "2,4,4", None, False, 3, *rest, levels=(2, 4)),  # a rank, a rack of 2, a site of 4, all
+        Case(2, 4, 2, "1,2,4", None, True, 1, *rest, levels=(2,)),
+    ]
+    check(cases, FEW_STEPS)
+
+
 CASE = Case(2, 2, 2, "zero2", None, True, 3, True, "odd", "full", "fp64", "llama")
 
 

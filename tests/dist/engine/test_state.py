@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.rounding import KINDS
 from tests.dist.engine.test_rules import Stack, make, train
 from tests.dist.pool import run_ranks
 
-ROUNDED = zero.Codecs(weights=Blockwise(8, 8), gradients_inter=Blockwise(4, 8))
+ROUNDED = zero.Codecs(weights=Blockwise(8, 8), gradients={INTER: Blockwise(4, 8)})
 
 
 def aborted(shards, codecs, backwards):

@@ -12,6 +12,7 @@ from torch import nn
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.mesh.levels import INTRA
 from megazero.mesh.mesh import create_mesh
 from tests import ROOT
 from tests.dist.capture import weights
@@ -85,7 +86,7 @@ def in_two_regions():
     """Gradients are near those of a unit of one region, where they are rounded to 8 bits."""
     found = []
     for exact_numel in (0, 20):
-        codecs = zero.Codecs(gradients_intra=Blockwise(8, 8))
+        codecs = zero.Codecs(gradients={INTRA: Blockwise(8, 8)})
         policy = zero.Policy(block=8, codecs=codecs, exact_numel=exact_numel)
         model, engine = engine_of((1, 1, 4), policy=policy)
         assert any(len(unit.layout.regions) == 1 + bool(exact_numel) for unit in engine.units)

@@ -54,7 +54,7 @@ def run(values: dict[str, Any], slow: int, kind: str) -> list[str]:
     with (
         patch.object(Decoder, "run_stage", slow_forward),
         patch.object(feeding.Batches, "next_step", slow_data),
-        patch.object(setup, "TimeBill", lambda: TimeBill(clock)),
+        patch.object(setup, "TimeBill", lambda links: TimeBill(clock, links)),
         patch.object(trainer, "time", SimpleNamespace(perf_counter=clock, monotonic=time.monotonic)),
         patch.object(TrainConsole, "warning", lambda _, line: warnings.append(line)),
     ):

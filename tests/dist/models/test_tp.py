@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.hops import Traffic
-from megazero.mesh.grid import INTRA
+from megazero.mesh.levels import INTRA
 from megazero.models import Decoder, ModelConfig, make_model
 from megazero.tp import (
     DeferredGradients,

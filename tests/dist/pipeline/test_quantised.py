@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero import zero
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import Mesh
 from tests.dist.pipeline.staged import NAME, Staged, make, several, step_with, sums
 from tests.dist.pool import by_case
@@ -46,9 +46,9 @@ PLACES = {
     "pipelines over two nodes": Place(8, 2, 4, True, INTER, {INTER}),
 }
 CODECS = {
-    "across": zero.Codecs(weights=Q8, gradients_inter=Q4),
-    "both": zero.Codecs(weights=Q8, gradients_intra=Q8, gradients_inter=Q4),
-    "differences": zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4),
+    "across": zero.Codecs(weights=Q8, gradients={INTER: Q4}),
+    "both": zero.Codecs(weights=Q8, gradients={INTRA: Q8, INTER: Q4}),
+    "differences": zero.Codecs(weights=Q4, delta=True, gradients={INTER: Q4}),
 }
 LETTERS = ("hhd", "11d", "ddd", "hhh")
 
@@ -107,7 +107,7 @@ def test_sums_are_within_the_derived_bound_on_every_stage(place):
     for case, ranks in by_case(place.world, several, against_the_bound, cases):
         worst, links, ends = zip(*ranks, strict=True)
         assert set(ends) - {""} == {place.ends} and links[0] == place.data
-        rounds = place.ends == INTER or case.codecs.gradients_intra or INTER in place.data
+        rounds = place.ends == INTER or case.codecs.gradients.get(INTRA) or INTER in place.data
         # What is rounded comes near its bound: it is not slack.
         assert 0.2 < max(worst) <= 1 if rounds else not any(worst), (case, worst)
 
@@ -184,7 +184,7 @@ def test_the_ends_send_one_message_of_a_slice_each_in_a_step(place, name):
             for link in ("intra", "inter"):
                 key = f"reduce_{link}_node_bytes"
                 joined = got.get(key, 0) - plain.get(key, 0)
-                codec = case.codecs.gradients(f"{link}_node")
+                codec = case.codecs.gradients.get(f"{link}_node")
                 want = size_of(codec, tied[0], 4, 4) if tied and link == ends else 0
                 assert joined == want, (case, link)
             nodes = place.world // place.per_node

@@ -19,7 +19,6 @@ from torch import nn
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.mesh.grid import INTRA
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.unit import Unit
 
@@ -37,7 +36,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
 
 @dataclass(frozen=True)
 class Case:
-    """One engine: layout by letters ('hhd': P = G = h, OS = d), nodes as ranks per node."""
+    """One engine: layout by letters ('hrd': P = h, G = a rack's, OS = d), nodes as ranks per node, racks as nodes."""
 
     letters: str
     per_node: int
@@ -47,10 +46,16 @@ class Case:
     dtype: torch.dtype = torch.float32
     units: Sequence[Sequence[tuple[int, ...]]] = UNITS
     options: dict[str, Any] = field(default_factory=dict)
+    rack: int = 0
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return (self.rack,) if self.rack else ()
 
     def shards(self, world: int) -> tuple[int, ...]:
         d = world // self.tp
-        sizes = {"1": 1, "h": min(d, self.per_node // self.tp), "d": d}
+        h = min(d, self.per_node // self.tp)
+        sizes = {"1": 1, "h": h, "r": min(d, h * self.rack), "d": d}
         return tuple(sizes[letter] for letter in self.letters)
 
     @property
@@ -89,7 +94,12 @@ def replicated(name: str) -> bool:
 
 def make(case: Case, optimizer=FROZEN, model: nn.Module | None = None, **kwargs) -> tuple[Any, zero.Engine]:
     world = torch.distributed.get_world_size()
-    mesh = create_mesh(tp=case.tp, shards=case.shards(world), ranks_per_node=case.per_node)
+    mesh = create_mesh(
+        tp=case.tp,
+        shards=case.shards(world),
+        ranks_per_node=case.per_node,
+        level_sizes=case.levels,
+    )
     model = model or Leaves(case)
     if case.tp > 1:
         kwargs["traits"] = lambda name, p: zero.Traits(replicated=replicated(name))
@@ -249,7 +259,7 @@ class _Model:
         return [first + i * stride for i in range(self.axes[j][0])]
 
     def codec(self, link: str) -> Blockwise | None:
-        return self.case.codecs.gradients_intra if link == INTRA else self.case.codecs.gradients_inter
+        return self.case.codecs.gradients.get(link)
 
     def rounding(self, held: Sum, link: str) -> torch.Tensor:
         """fp64 [n]: the most that one message across a link loses of a sum, which itself may be off."""

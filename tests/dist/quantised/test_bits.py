@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megazero import zero
+from megazero.mesh.levels import INTER, INTRA
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised.cases import (
     ADAMW,
@@ -30,11 +31,11 @@ from tests.dist.quantised.cases import (
 )
 
 BF16 = torch.bfloat16
-GRADIENTS = {"gradients_intra": Q8, "gradients_inter": Q4}
+GRADIENTS = {"gradients": {INTRA: Q8, INTER: Q4}}
 ROUNDED = zero.Codecs(weights=Q8, **GRADIENTS)
-MIXED = zero.Codecs(weights=Q4, gradients_intra=H8, gradients_inter=H4)
-DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4)
-DELTA2 = zero.Codecs(weights=Q2, delta=True, gradients_inter=Q4)
+MIXED = zero.Codecs(weights=Q4, gradients={INTRA: H8, INTER: H4})
+DELTA = zero.Codecs(weights=Q4, delta=True, gradients={INTER: Q4})
+DELTA2 = zero.Codecs(weights=Q2, delta=True, gradients={INTER: Q4})
 
 
 # -- every rank -----------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def what_padding_holds(case: Case) -> float:
 @pytest.mark.parametrize("letters", ["hhd", "11d", "hhh"])
 def test_rows_that_pad_a_vocabulary_stay_zero_beside_values_that_a_transform_mixes(letters):
     """A block has the end of one row and the beginning of the next. No checkpoint holds such rows."""
-    mixed = zero.Codecs(gradients_intra=H8, gradients_inter=H4)
+    mixed = zero.Codecs(gradients={INTRA: H8, INTER: H4})
     assert run_ranks(4, what_padding_holds, Case(letters, 2, mixed, dtype=BF16), timeout=200) == [0.0] * 4
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megazero import zero
+from megazero.mesh.levels import INTER, INTRA
 from tests.dist.pool import by_case
 from tests.dist.quantised.cases import Q4, Q8, Case, several
 from tests.dist.quantised.test_bits import after_updates, assert_agreed
@@ -21,8 +22,8 @@ class Factors(Case):
         return tuple(map(int, self.letters))
 
 
-WHOLE = zero.Codecs(weights=Q8, gradients_intra=Q8, gradients_inter=Q4)
-DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4)
+WHOLE = zero.Codecs(weights=Q8, gradients={INTRA: Q8, INTER: Q4})
+DELTA = zero.Codecs(weights=Q4, delta=True, gradients={INTER: Q4})
 # On 4 nodes of one rank. 112: OS, then replicas. 122: G with every micro-batch, then replicas. 124: G, then OS.
 CASES = [Factors(x, 1, codecs, micro_batches=2) for x in ("112", "122", "124") for codecs in (WHOLE, DELTA)]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.mesh.levels import INTER, INTRA
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised.cases import (
     ADAMW,
@@ -36,15 +37,16 @@ from tests.dist.quantised.cases import (
 
 # Nodes x ranks: world, ranks per node, tensor parallel size.
 PLACES = {"2x2": (4, 2, 1), "3x2": (6, 2, 1), "2x3": (6, 3, 1), "2x4 tp 2": (8, 4, 2)}
+RACK = "inter_rack"
 LETTERS = ("hhd", "11d", "ddd", "hhh")
-ACROSS = zero.Codecs(gradients_inter=Q4)
+ACROSS = zero.Codecs(gradients={INTER: Q4})
 CODECS = {
     "across": ACROSS,
-    "both": zero.Codecs(gradients_intra=Q8, gradients_inter=Q4),
-    "inside": zero.Codecs(gradients_intra=Q4),
-    "other blocks": zero.Codecs(gradients_intra=Q4, gradients_inter=Q2),
-    "both, mixed": zero.Codecs(gradients_intra=H8, gradients_inter=H4),
-    "one mixed": zero.Codecs(gradients_intra=Q8, gradients_inter=H4),
+    "both": zero.Codecs(gradients={INTRA: Q8, INTER: Q4}),
+    "inside": zero.Codecs(gradients={INTRA: Q4}),
+    "other blocks": zero.Codecs(gradients={INTRA: Q4, INTER: Q2}),
+    "both, mixed": zero.Codecs(gradients={INTRA: H8, INTER: H4}),
+    "one mixed": zero.Codecs(gradients={INTRA: Q8, INTER: H4}),
 }
 
 
@@ -98,8 +100,22 @@ def test_reductions_are_within_the_derived_bound(place, every):
     for case, worst in by_case(world, several, against_the_bound, cases):
         # Nothing is rounded inside a node unless asked for; what is, comes near its bound: it is not slack. 16 errors
         # that a transform adds up are not all at theirs.
-        least = 0.05 if case.codecs.gradients_inter and case.codecs.gradients_inter.transform else 0.3
+        least = (
+            0.05 if case.codecs.gradients.get(INTER) and case.codecs.gradients.get(INTER).transform else 0.3
+        )
         assert least < max(worst) <= 1, (case, worst)
+
+
+def test_each_level_has_its_own_bound():
+    """2 racks of 2 nodes of 2 ranks: INT8 between nodes with every micro-batch, INT4 between racks once a step."""
+    levels = {INTER: Q8, RACK: Q4}
+    cases = [
+        Case("hrd", 2, zero.Codecs(gradients=levels), micro_batches=2, rack=2),
+        Case("hhd", 2, zero.Codecs(gradients={**levels, INTRA: H8, INTER: H8, RACK: H4}), rack=2),
+        Case("hhh", 2, zero.Codecs(gradients={RACK: Q4}), rack=2),
+    ]
+    for case, worst in by_case(8, several, against_the_bound, cases):
+        assert 0.05 < max(worst) <= 1, (case, worst)
 
 
 # -- not finite -----------------------------------------------------------------------------------
@@ -139,9 +155,9 @@ def poisoned(case: Case) -> None:
 
 
 FINITE = [
-    zero.Codecs(weights=Q4, gradients_intra=Q8, gradients_inter=Q4),
-    zero.Codecs(weights=Q4, gradients_inter=Q4, delta=True),
-    zero.Codecs(weights=H4, gradients_intra=H8, gradients_inter=H4, delta=True),
+    zero.Codecs(weights=Q4, gradients={INTRA: Q8, INTER: Q4}),
+    zero.Codecs(weights=Q4, gradients={INTER: Q4}, delta=True),
+    zero.Codecs(weights=H4, gradients={INTRA: H8, INTER: H4}, delta=True),
 ]
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megazero import zero
 from megazero.checkpoint import store
 from megazero.log.metrics import read_metrics
+from megazero.mesh.levels import INTER, INTRA
 from megazero.zero.records import (
     RESIDUAL,
     kinds_to_load,
@@ -108,9 +109,9 @@ def elsewhere(case: Case, path, held) -> None:
         assert all(torch.equal(now[n], held[n]) for n in held), case
 
 
-PLAIN = zero.Codecs(weights=Q4, delta=True, gradients_intra=Q8, gradients_inter=Q4)
+PLAIN = zero.Codecs(weights=Q4, delta=True, gradients={INTRA: Q8, INTER: Q4})
 # Parameters end inside blocks: what is mixed with their padding is not part of a checkpoint.
-MIXED = zero.Codecs(weights=H4, delta=True, gradients_intra=H8, gradients_inter=H4)
+MIXED = zero.Codecs(weights=H4, delta=True, gradients={INTRA: H8, INTER: H4})
 
 
 @pytest.mark.first(1)

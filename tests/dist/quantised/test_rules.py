@@ -9,7 +9,7 @@ import torch
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.mesh.grid import INTRA
+from megazero.mesh.levels import INTER, INTRA
 from megazero.zero.rounding import GRADIENTS
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised.cases import (
@@ -28,7 +28,7 @@ from tests.dist.quantised.cases import (
 )
 
 BF16 = torch.bfloat16
-DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4)
+DELTA = zero.Codecs(weights=Q4, delta=True, gradients={INTER: Q4})
 
 
 def spikes(shape, dtype, rest) -> torch.Tensor:
@@ -63,8 +63,8 @@ def zeroed(case: Case) -> list[tuple[float | None, float | None, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), EIGHT_RANKS])
 def test_the_share_that_arrives_as_zero_is_that_of_all_senders(world, per_node, tp):
-    both = zero.Codecs(gradients_intra=Q8, gradients_inter=Q4)
-    mixed = zero.Codecs(gradients_inter=H4)
+    both = zero.Codecs(gradients={INTRA: Q8, INTER: Q4})
+    mixed = zero.Codecs(gradients={INTER: H4})
     cases = [Case(x, per_node, both, 2, tp) for x in ("hhd", "11d", "ddd", "hhh")]
     cases += [Case("hhd", per_node, codecs, tp=tp) for codecs in (mixed, DELTA, zero.Codecs())]
     for case, ranks in by_case(world, several, zeroed, cases):
@@ -84,7 +84,7 @@ def zeroed_behind_outliers(case: Case) -> list[float | None]:
 
 def test_behind_outliers_all_but_they_arrive_as_zero():
     """Each element of 33 x 9 crosses once, from the other node. The rest of the last block is padding."""
-    case = Case("hhd", 2, zero.Codecs(gradients_inter=Q4))
+    case = Case("hhd", 2, zero.Codecs(gradients={INTER: Q4}))
     for (_, share), *_ in run_ranks(4, several, zeroed_behind_outliers, [case]):
         assert share == pytest.approx(1 - 19 / (33 * 9))
 
@@ -141,7 +141,7 @@ def formula(case: Case, regions, axes) -> dict:
             )
             add("gather", axes[j][1], gathers * (sizes[j] - 1) * held)
         for j, (size, link, _) in enumerate(axes):
-            codec = codecs.gradients_intra if link == INTRA else codecs.gradients_inter
+            codec = codecs.gradients.get(link)
             raw = j == 0 and (g > 0 or m == 1)
             sent = size_of(codec, cut(unit, j + 1), 4, item if raw else 4)
             add("reduce", link, (size - 1) * sent * (m if j < g else 1))
@@ -149,27 +149,31 @@ def formula(case: Case, regions, axes) -> dict:
                 add("reduce", link, (size - 1) * size_of(codec, cut(unit, j + 1), 4, 4))
     # Norm, order hash, and squared errors and norms of two kinds, in fp64.
     nodes = prod(sizes) * case.tp // case.per_node
-    told = 8 * (2 + 6 * (not case.codecs.exact))  # of a step, and of what rounding lost
+    told, rack = (
+        8 * (2 + 6 * (not case.codecs.exact)),
+        case.rack or nodes,
+    )  # of a step, and of what rounding lost
     add("scalar", "intra_node", (case.per_node - 1) * nodes * told)
-    add("scalar", "inter_node", (nodes - 1) * told)
+    add("scalar", "inter_node", (rack - 1) * nodes // rack * told)
+    add("scalar", "inter_rack", (nodes // rack - 1) * told)
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world,per_node,tp", [pytest.param(4, 2, 1, marks=pytest.mark.slow), (6, 3, 1), EIGHT_RANKS]
+    "world,per_node,tp", [pytest.param(4, 2, 1, marks=pytest.mark.slow), (6, 3, 1), EIGHT_RANKS, (8, 2, 1)]
 )
 def test_counters_equal_the_formula(world, per_node, tp):
     presets = [
-        ("hhd", zero.Codecs(weights=Q8, gradients_inter=Q4)),
-        ("hhd", zero.Codecs(weights=Blockwise(8, 16), gradients_intra=Q8, gradients_inter=Blockwise(4, 8))),
+        ("hhd", zero.Codecs(weights=Q8, gradients={INTER: Q4})),
+        ("hhd", zero.Codecs(weights=Blockwise(8, 16), gradients={INTRA: Q8, INTER: Blockwise(4, 8)})),
         ("hhd", DELTA),
         ("11d", DELTA),
-        ("11d", zero.Codecs(weights=Blockwise(2, 8), gradients_intra=Q8, gradients_inter=Q4)),
-        ("ddd", zero.Codecs(weights=Q8, gradients_intra=Q4, gradients_inter=Q4)),
+        ("11d", zero.Codecs(weights=Blockwise(2, 8), gradients={INTRA: Q8, INTER: Q4})),
+        ("ddd", zero.Codecs(weights=Q8, gradients={INTRA: Q4, INTER: Q4})),
         ("hdd", zero.Codecs(weights=Q4)),
-        ("hhh", zero.Codecs(gradients_inter=Q4)),
-        ("111", zero.Codecs(weights=Q8, gradients_intra=Q8, gradients_inter=Q4)),
+        ("hhh", zero.Codecs(gradients={INTER: Q4})),
+        ("111", zero.Codecs(weights=Q8, gradients={INTRA: Q8, INTER: Q4})),
     ]
     cases = [
         Case(
@@ -186,6 +190,10 @@ def test_counters_equal_the_formula(world, per_node, tp):
         for m in ((1, 3) if world == 4 else (2,))
         for bound in ((0, 1 << 20) if i == 0 else (0,))
     ]
+    if (world, per_node) == (8, 2):
+        levels = {INTRA: Q8, INTER: Blockwise(8, 8), "inter_rack": Q4}
+        three = [zero.Codecs(weights=Q4, delta=True, gradients={"inter_rack": Q4}), zero.Codecs(Q8, levels)]
+        cases = [Case(x, 2, c, 2, units=COUNTED, rack=2) for x in ("hrd", "hhd", "rrr") for c in three]
     for case, ranks in by_case(world, several, counted, cases):
         got, regions, axes = ranks[0]
         assert all(rank[0] == got for rank in ranks), case

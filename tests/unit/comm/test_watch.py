@@ -12,6 +12,7 @@ from megazero.comm.codec import Blockwise, at_least_fp32, decoded
 from megazero.comm.watch import LossyGradients, write_squares
 from megazero.comm.wire import Codecs, Coding
 from megazero.kernels.arena import Arena
+from megazero.mesh.levels import INTER, INTRA
 
 CPU = torch.device("cpu")
 BLOCK = 64
@@ -80,7 +81,7 @@ INT4, H64, INT8, TWO = Coding(4), Coding(4, hadamard=64), Coding(8), Coding(2)
 def test_the_warning_comes_once_and_names_the_flag_that_helps(
     across: Coding | None, inside: Coding | None, flag: str
 ) -> None:
-    watch = LossyGradients(Codecs(gradients_inter=across, gradients_intra=inside))
+    watch = LossyGradients(Codecs(gradients={INTER: across, INTRA: inside}))
     said = [watch.take(error) for error in [0.19] * 40]
     assert [line is not None for line in said] == [i == watch.WINDOW - 1 for i in range(40)]
     line = said[watch.WINDOW - 1]
@@ -89,7 +90,7 @@ def test_the_warning_comes_once_and_names_the_flag_that_helps(
 
 def test_a_few_modules_that_lose_much_are_no_reason() -> None:
     """Nor are steps without a measurement, and those that were not finite."""
-    watch = LossyGradients(Codecs(gradients_inter=INT4))
+    watch = LossyGradients(Codecs(gradients={INTER: INT4}))
     assert not any(watch.take(error) for error in [0.112, 0.17, 0.9] * 100 if error != 0.9)
     assert not any(watch.take(error) for error in [None, math.nan, math.inf] * 100)
     assert any(watch.take(0.16) for _ in range(watch.WINDOW))

@@ -17,6 +17,7 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import Option, typed
 from megazero.config.run import all_options, stored_values
 from megazero.families import FAMILIES
+from megazero.mesh.levels import INTER
 from tests.sizes import CONFIG_JSON
 
 REST = "--seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 4 --mock-data"
@@ -362,7 +363,7 @@ def test_a_checkpoint_says_how_gradients_were_sent(tmp_path, before, stored, fla
     """The same words mean what they meant when the run began, until the format is named."""
     save(tmp_path, run(f"{MODEL} --zero-preset {before}", 4), zero=stored)
     config = run(f"--load {tmp_path} --zero-preset {flags}", 4)
-    assert config.wire(World(4, 2)).gradients_inter == sent
+    assert config.wire(World(4, 2)).gradients.get(INTER) == sent
     about = [note for note in config.notes if "radient" in note]
     assert len(about) == len(said), about
     for note, words in zip(about, said, strict=True):
@@ -370,7 +371,7 @@ def test_a_checkpoint_says_how_gradients_were_sent(tmp_path, before, stored, fla
         assert words is not KEPT or "--zero-gradient-transform hadamard changes to that" in note
     save(tmp_path, config, step=20)  # and means the same in the run after
     same = run(f"--load {tmp_path} --zero-preset {flags.split(' --zero-gradient')[0]}", 4)
-    assert same.wire(World(4, 2)).gradients_inter == sent
+    assert same.wire(World(4, 2)).gradients.get(INTER) == sent
 
 
 def test_the_planner_keeps_how_gradients_were_sent(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from megazero.config import ConfigError, parse
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.config.schedule.sequence_lengths import SequenceLengths
+from megazero.mesh.levels import INTER
 from tests.messages import refused
 from tests.unit.config.command_lines import WORLD, base_without, deepspeed, errors, run
 
@@ -31,7 +32,7 @@ def test_deepspeed_keys_map(tmp_path):
     assert config.optimizer.clip_grad == 0.5 and config.precision.params_dtype == "bf16"
     assert config.zero.zero_preset == "hpz" and config.shards(WORLD).factors == (2, 8, 8)
     assert config.zero.zero_prefetch_bytes == 2000
-    assert config.wire(WORLD).weights and not config.wire(WORLD).gradients_inter
+    assert config.wire(WORLD).weights and not config.wire(WORLD).gradients.get(INTER)
     assert any("overlap_comm" in note for note in config.notes)
     mics = run(deepspeed(tmp_path, {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}))
     assert mics.shards(WORLD).factors == (4, 4, 4)
@@ -237,7 +238,12 @@ def test_deepspeed_zeropp_keys(tmp_path):
     config = run(deepspeed(tmp_path, {"zero_optimization": zero}))
     wire = config.wire(WORLD)
     assert config.zero.zero_preset == "hpz" and config.shards(WORLD).factors == (4, 8, 8)
-    assert wire.weights and wire.weights.bits == 8 and wire.gradients_inter and wire.gradients_inter.bits == 4
+    assert (
+        wire.weights
+        and wire.weights.bits == 8
+        and wire.gradients.get(INTER)
+        and wire.gradients.get(INTER).bits == 4
+    )
     assert any("hpz" in note and "zeropp does so once per step" in note for note in config.notes)
     faster = run(deepspeed(tmp_path, {"zero_optimization": zero}) + " --zero-preset zeropp")
     assert faster.shards(WORLD).factors == (4, 4, 8) and faster.wire(WORLD) == run(
@@ -247,7 +253,7 @@ def test_deepspeed_zeropp_keys(tmp_path):
     assert not any("once per step" in note for note in faster.notes)
     zero["zero_quantized_weights"] = False
     partly = run(deepspeed(tmp_path, {"zero_optimization": zero}) + " --zero-preset zeropp")
-    assert partly.wire(WORLD).weights is None and partly.wire(WORLD).gradients_inter
+    assert partly.wire(WORLD).weights is None and partly.wire(WORLD).gradients.get(INTER)
     assert not partly.wire(WORLD).delta and partly.shards(WORLD).lifetime == "step"
     zero["zero_quantized_weights"] = True
     path = deepspeed(tmp_path, {"zero_optimization": zero})

@@ -9,7 +9,8 @@ import pytest
 from megazero.config import World, make_config
 from megazero.config.layout.outer import feeds_back, outer_coding
 from megazero.config.summary import describe
-from megazero.mesh.grid import INTER, make_grid
+from megazero.mesh.grid import make_grid
+from megazero.mesh.levels import INTER
 from megazero.plan.communication import OuterFormat, UnitShape
 from tests.sizes import SMALL
 

@@ -12,6 +12,7 @@ from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 from megazero.config.summary import describe
 from megazero.kernels import format as kernel_format
 from megazero.kernels import hadamard as kernel_hadamard
+from megazero.mesh.levels import INTER, INTRA
 from megazero.plan.rounding import HADAMARD, INT4, SDP4BIT
 from megazero.plan.rounding import ZEROPP as PUBLISHED_ZEROPP
 from tests.messages import names
@@ -63,8 +64,8 @@ def test_nothing_is_quantised_unless_asked_for():
 
 def test_zeropp_sends_differences_at_4_bits_against_resident_copies():
     whole = wire(**ZEROPP)
-    assert whole.weights == Coding(4, 64) and whole.gradients_inter == SUMS and whole.delta
-    assert whole.gradients_intra is None
+    assert whole.weights == Coding(4, 64) and whole.gradients.get(INTER) == SUMS and whole.delta
+    assert whole.gradients.get(INTRA) is None
     assert whole.block == 64 and whole.exact_numel == 16384
     assert config(**ZEROPP).shards(TWO_NODES).lifetime == "resident"
     for same in (DELTA, BOTH, {"zero_params_lifetime": "resident"}, {"zero_quantized_weights": True}):
@@ -85,8 +86,8 @@ def test_zeropp_without_quantised_weights_has_no_differences():
 
 def test_zeropp_in_int8_and_its_parts():
     whole = wire(**INT8)
-    assert whole.weights == Coding(8, 128) and whole.gradients_inter == SUMS
-    assert whole.gradients_intra is None and not whole.delta
+    assert whole.weights == Coding(8, 128) and whole.gradients.get(INTER) == SUMS
+    assert whole.gradients.get(INTRA) is None and not whole.delta
     assert whole.block == 128 and whole.exact_numel == 16384
     assert wire(**INT8, zero_quantized_gradients=False).codings == [Coding(8, 128)]
     for factors in ((4, 4, 8), (1, 1, 8)):
@@ -107,8 +108,8 @@ def test_every_choice_arrives():
         zero_block_size=256,
         zero_exact_numel=0,
     )
-    assert chosen.weights == Coding(4, 256) and chosen.gradients_intra == Coding(8, 256, hadamard=128)
-    assert chosen.gradients_inter == Coding(4, 256, hadamard=128)
+    assert chosen.weights == Coding(4, 256) and chosen.gradients.get(INTRA) == Coding(8, 256, hadamard=128)
+    assert chosen.gradients.get(INTER) == Coding(4, 256, hadamard=128)
     assert chosen.block == 256 and chosen.exact_numel == 0
     assert not chosen.delta
     assert wire(**ZEROPP, zero_block_size=16).block == 64
@@ -117,10 +118,10 @@ def test_every_choice_arrives():
 def test_a_transform_mixes_the_smallest_block_of_its_hops():
     """Between two hops with one transform nothing is transformed."""
     mixed = wire(**ZEROPP, zero_gradient_bits_intra_node=8)
-    assert mixed.gradients_inter == Coding(4, 64, hadamard=64) and mixed.weights == Coding(4, 64)
-    assert mixed.gradients_intra == Coding(8, 128, hadamard=64)
+    assert mixed.gradients.get(INTER) == Coding(4, 64, hadamard=64) and mixed.weights == Coding(4, 64)
+    assert mixed.gradients.get(INTRA) == Coding(8, 128, hadamard=64)
     for block, size in ((8, 8), (128, 128), (2048, 128)):
-        sized = wire(**ZEROPP, zero_block_size=block).gradients_inter
+        sized = wire(**ZEROPP, zero_block_size=block).gradients.get(INTER)
         assert sized == Coding(4, block, hadamard=size)
         assert kernel_hadamard.Hadamard(size).size == size == min(MIXED, block)
 
@@ -145,11 +146,11 @@ def test_few_bits_are_transformed_unless_that_is_named(changes, size):
     ]
     for layout in asked:
         chosen = wire(**layout, **changes)
-        assert chosen.gradients_inter.hadamard == size and chosen.mixes == (size > 0)
+        assert chosen.gradients.get(INTER).hadamard == size and chosen.mixes == (size > 0)
         assert chosen.weights is None or chosen.weights.hadamard == 0
-    plain = replace(chosen.gradients_inter, hadamard=0)
+    plain = replace(chosen.gradients.get(INTER), hadamard=0)
     for n, exact in ((128, 0), (4096, 17), (2**20, 3)):  # the same bytes
-        assert codec_of(plain).message_numel(n, exact) == codec_of(chosen.gradients_inter).message_numel(
+        assert codec_of(plain).message_numel(n, exact) == codec_of(chosen.gradients.get(INTER)).message_numel(
             n, exact
         )
 
@@ -179,7 +180,9 @@ def test_gradients_in_few_bits_without_a_transform_are_noted_with_the_published_
 def test_delta_refresh_implies_quantised_weights_and_resident_copies():
     assert wire(**ZEROPP, **DELTA, zero_weight_bits=2).weights == Coding(2, 64)
     alone = config(zero_preset="hpz", **DELTA)
-    assert alone.wire(TWO_NODES).weights == Coding(4, 64) and alone.wire(TWO_NODES).gradients_inter is None
+    assert (
+        alone.wire(TWO_NODES).weights == Coding(4, 64) and alone.wire(TWO_NODES).gradients.get(INTER) is None
+    )
     assert alone.wire(TWO_NODES).delta and alone.shards(TWO_NODES).lifetime == "resident"
     assert config(zero_preset="hpz", **BOTH).shards(TWO_NODES).lifetime == "step"
 
@@ -202,11 +205,11 @@ def test_on_one_node_nothing_is_quantised_and_the_summary_says_so(changes):
 
 def test_each_format_needs_its_own_hop():
     mics = wire(zero_preset="mics", **BOTH)
-    assert mics.weights is None and mics.gradients_inter == SUMS
+    assert mics.weights is None and mics.gradients.get(INTER) == SUMS
     inside = wire(ONE_NODE, zero_quantized_gradients=True, zero_gradient_bits_intra_node=8)
-    assert inside.gradients_intra == Coding(8, 128, hadamard=64) and inside.gradients_inter is None
+    assert inside.gradients.get(INTRA) == Coding(8, 128, hadamard=64) and inside.gradients.get(INTER) is None
     across = wire(World(4, 1), zero_quantized_gradients=True, zero_gradient_bits_intra_node=8)
-    assert across.gradients_intra is None and across.gradients_inter == SUMS
+    assert across.gradients.get(INTRA) is None and across.gradients.get(INTER) == SUMS
     tensor_parallel = {"tensor_model_parallel_size": 4, **BOTH}
     assert wire(World(8, 4), **tensor_parallel).codings == [Coding(8, 128), SUMS]
     assert not wire(World(4, 4), **tensor_parallel).codings

@@ -17,12 +17,13 @@ from megazero.comm.peers import Peers, Pending
 from megazero.comm.timing import Waits
 from megazero.cp import ContextParallel, gather, summed
 from megazero.cp.exchange import _dealt
-from megazero.mesh.grid import INTER, INTRA, make_grid, own_spans
+from megazero.mesh.grid import make_grid, own_spans
+from megazero.mesh.levels import INTER, INTRA
 from megazero.models.dropout import sharded_key
 from megazero.tp import TensorParallel
 from tests.messages import refused
 
-RANKS = [ContextParallel(Peers(None, rank, 4, near=2)) for rank in range(4)]
+RANKS = [ContextParallel(Peers(None, rank, 4, others={INTRA: 1, INTER: 2})) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.M
 
     def run(rank: int, codec: Blockwise | None) -> tuple[list[torch.Tensor], int]:
         traffic, generator = Traffic(), torch.Generator().manual_seed(rank)
-        peers = Peers(rank, rank, 2, near=1, kind="cp", traffic=traffic)  # type: ignore[arg-type]
+        peers = Peers(rank, rank, 2, others={INTER: 1}, kind="cp", traffic=traffic)  # type: ignore[arg-type]
         cp = ContextParallel(keys=(Peers(), peers), codec=codec)
         k, v = (torch.randn(shape, generator=generator, requires_grad=True) for _ in range(2))
         gathered = gather(k, v, cp)
@@ -170,20 +171,23 @@ def test_dropout_has_a_key_for_each_part_and_the_old_one_without() -> None:
 def test_bytes_count_where_they_go() -> None:
     """Of 4 ranks on nodes of 2, one lies on the same node and two on the other."""
     traffic = Traffic()
-    Peers(None, 0, 4, near=2, kind="cp", traffic=traffic).count(10)
+    Peers(None, 0, 4, others={INTRA: 1, INTER: 2}, kind="cp", traffic=traffic).count(10)
     assert traffic.bytes == {("cp", INTRA): 10, ("cp", INTER): 20}
 
 
 def test_neighbours_share_samples_inside_a_node_first() -> None:
     grid = make_grid(16, 4, tp=2, cp=2)
     assert [grid.cp_axes[0].ranks(rank) for rank in (0, 1, 4)] == [(0, 2), (1, 3), (4, 6)]
-    assert (grid.cp_axes[0].link, grid.cp_heads_near, grid.batch_ranks) == (INTRA, 2, 4)
+    assert (grid.cp_axes[0].link, grid.others(grid.cp_axes[0])) == (INTRA, {INTRA: 1, INTER: 0})
+    assert grid.batch_ranks == 4
     assert [axis.size for axis in grid.cp_axes] == [2, 1, 1]
     wide = make_grid(16, 4, tp=2, cp=4)
-    assert (wide.cp_axes[0].ranks(0), wide.cp_axes[0].link, wide.cp_heads_near) == ((0, 2, 4, 6), INTER, 2)
+    heads = wide.cp_axes[0]
+    assert (heads.ranks(0), heads.link, wide.others(heads)) == ((0, 2, 4, 6), INTER, {INTRA: 1, INTER: 2})
     both = make_grid(16, 8, tp=2, cp=8, cp_keys=4)  # 2 groups on each of 2 nodes
     assert [axis.ranks(2) for axis in both.cp_axes] == [(0, 2), (2, 6), (2, 10)]
-    assert [axis.link for axis in both.cp_axes] == [INTRA, INTRA, INTER] and both.cp_heads_near == 2
+    assert [axis.link for axis in both.cp_axes] == [INTRA, INTRA, INTER]
+    assert both.others(both.cp_axes[0]) == {INTRA: 1, INTER: 0}
     with refused("--context-parallel-size 3", "8"):
         make_grid(16, 4, tp=2, cp=3)
     with refused("sizes 4 2", "nearest: 2 4"):

@@ -21,16 +21,16 @@ from megazero.log.metrics import (
     perplexity,
     read_metrics,
 )
-from megazero.log.time_bill import ITEMS, TimeBill
+from megazero.log.time_bill import TimeBill, items_over
 from tests.messages import refused
 
 
 def _line(iteration: int, **changes) -> IterationMetrics:
-    bill = dict.fromkeys(ITEMS, 0.1) | {"other": 0.0}
+    bill = dict.fromkeys(items_over(), 0.1) | {"other": 0.0}
     base = IterationMetrics(
         iteration=iteration, consumed_samples=8 * iteration, lm_loss=4.0, grad_norm=1.0, learning_rate=1e-3,
-        iteration_time_s=0.5, tokens_per_s=1000.0, tflops_per_rank=0.1, intra_node_bytes=10,
-        inter_node_bytes=20, memory_bytes=30, time_bill=bill,
+        iteration_time_s=0.5, tokens_per_s=1000.0, tflops_per_rank=0.1,
+        sent={"intra_node_bytes": 10, "inter_node_bytes": 20}, memory_bytes=30, time_bill=bill,
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -176,7 +176,7 @@ def test_time_bill_is_exclusive_and_adds_up() -> None:
         clock.tick(16.0)
         bill.add("exposed_reduce_inter", 3.0)
     clock.tick(32.0)
-    assert bill.close(63.0) == dict.fromkeys(ITEMS, 0.0) | {
+    assert bill.close(63.0) == dict.fromkeys(items_over(), 0.0) | {
         "compute": 23.0, "exposed_gather_intra": 4.0, "exposed_reduce_inter": 3.0, "data": 1.0, "other": 32.0,
     }  # fmt: skip
     assert bill.close(5.0)["other"] == 5.0  # a new iteration starts empty

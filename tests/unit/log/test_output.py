@@ -88,7 +88,11 @@ def test_numbers_for_people() -> None:
         "0", "999", "1.00k", "12.3k", "1.00M", "1.00G",
     ]  # fmt: skip
     assert [human_bytes(n) for n in (0, 1500, 42_000_000)] == ["0 B", "1.50 kB", "42.0 MB"]
-    line = interval_line(_line(5, extra={"skipped": 2}, inter_node_bytes=4_560_000), 1000, "07:08:09")
+    line = interval_line(
+        _line(5, extra={"skipped": 2}, sent={"intra_node_bytes": 10, "inter_node_bytes": 4_560_000}),
+        1000,
+        "07:08:09",
+    )
     assert line == (
         " iteration    5/1000 | 07:08:09 | samples 40 | loss 4.0000 | grad norm 1.000 | lr 1.000e-03 | 500 ms/iter | "
         "1.00k tokens/s | 0.1 TFLOP/s per rank | sent 10 B in node, 4.56 MB across | memory 30 B | skipped 2 | "

@@ -8,15 +8,8 @@ from math import prod
 
 import pytest
 
-from megazero.mesh.grid import (
-    INTER,
-    INTRA,
-    Grid,
-    data_ranks_per_node,
-    expert_problem,
-    make_grid,
-    shard_problem,
-)
+from megazero.mesh.grid import Grid, data_ranks_per_node, expert_problem, make_grid, shard_problem
+from megazero.mesh.levels import INTER, INTRA
 from tests.messages import refused
 
 

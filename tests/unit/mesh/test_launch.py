@@ -8,6 +8,7 @@ from megazero.config import World, parse
 from megazero.config.summary import describe
 from megazero.log.exit_status import ExitStatus, process_status, report_to_torchrun
 from megazero.mesh.launch import expand_hosts, read_launch, take_number
+from megazero.mesh.levels import INTER
 from tests.messages import refused
 from tests.sizes import LEAST
 
@@ -169,7 +170,7 @@ def test_a_node_size_that_nobody_says_is_not_taken_for_one_node() -> None:
     config = parse(flags.split(), world)
     assert not config.knows_nodes(world) and config.batch.global_batch_size == 16
     assert not any(line.startswith("layout") for line in describe(config, world))
-    assert parse([*flags.split(), "--ranks-per-node", "8"], world).wire(world).gradients_inter
+    assert parse([*flags.split(), "--ranks-per-node", "8"], world).wire(world).gradients.get(INTER)
     with pytest.raises(ValueError, match="--tensor-model-parallel-size"):
         parse([*flags.split(), "--tensor-model-parallel-size", "3"], world)
 

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 import pytest
 
 from megazero.mesh import launch
-from megazero.mesh.grid import INTER, INTRA, data_ranks_per_node, make_grid
+from megazero.mesh.grid import data_ranks_per_node, make_grid
 from megazero.mesh.launch import (
     Launch,
     allocator_settings,
     computes_on_host,
     cuda_settings,
 )
+from megazero.mesh.levels import INTER, INTRA
 from tests.messages import refused
 
 

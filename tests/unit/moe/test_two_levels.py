@@ -13,7 +13,8 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.config import World, make_config
 from megazero.config.model.spec import model_spec
-from megazero.mesh.grid import INTER, INTRA, make_grid
+from megazero.mesh.grid import make_grid
+from megazero.mesh.levels import INTER, INTRA
 from megazero.moe import ExpertParallel, TwoLevels, dispatch_to
 from megazero.plan.communication import Activation, ExpertRows, expert_rows
 from tests.sizes import TINY

@@ -13,12 +13,12 @@ import torch
 
 from megazero.comm import timing
 from megazero.comm.timing import Waits
-from megazero.log.time_bill import ITEMS, TimeBill
+from megazero.log.time_bill import TimeBill, items_over
 from megazero.ops.stragglers import STEADY, WINDOW, RankSeconds, Stragglers
 from tests.messages import names
 
 HOSTS = ["n0", "n0", "n1", "n1"]
-BILL = dict.fromkeys(ITEMS, 0.0) | {"compute": 1.0, "exposed_reduce_inter": 0.8, "data": 0.2}
+BILL = dict.fromkeys(items_over(), 0.0) | {"compute": 1.0, "exposed_reduce_inter": 0.8, "data": 0.2}
 EVEN = RankSeconds(1.0, 0.2)
 
 
@@ -115,7 +115,7 @@ def test_waits_are_spans_on_a_cpu_and_events_on_cuda(monkeypatch: pytest.MonkeyP
         FakeEvent.now += 2
         with Waits(torch.device("cpu"), bill.span)("exposed_tp_intra"):
             FakeEvent.now += 3
-    assert bill.close(5.0) == dict.fromkeys(ITEMS, 0.0) | {"compute": 2.0, "exposed_tp_intra": 3.0}
+    assert bill.close(5.0) == dict.fromkeys(items_over(), 0.0) | {"compute": 2.0, "exposed_tp_intra": 3.0}
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     timer = Waits(torch.device("cuda"), bill.span)
     for _ in range(3 * timing.MOST):

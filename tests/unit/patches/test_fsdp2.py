@@ -28,6 +28,7 @@ from megazero.comm.hops import Channel, Traffic
 from megazero.comm.wire import Codecs
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.kernels.arena import Arena
+from megazero.mesh.levels import INTER
 from megazero.patches.checks import Differences, refuse_recording
 from megazero.patches.names import Replaced, lookup, missing, release
 from megazero.patches.options import MessageOptions, read_words
@@ -75,7 +76,7 @@ def test_both_patches_mean_the_same_by_the_same_words(gradients: str, given: dic
     words = {"gradients": gradients, **given}
     wires = [read_words(kind, **words).wire for kind in (MessageOptions, PatchOptions)]
     assert wires[0] == wires[1]
-    codec = codecs_of(wires[0]).gradients_inter
+    codec = codecs_of(wires[0]).gradients.get(INTER)
     mixed = given.get("gradient_transform", "none" if gradients == "int8" else "hadamard") == "hadamard"
     assert isinstance(codec, Blockwise) and codec.hadamard == (64 if mixed else 0)
     assert (codec.bits, codec.form.block) == (int(gradients[3:]), 64)

@@ -41,7 +41,8 @@ from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
-from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.mesh.grid import AxisSpec
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import Axis
 from megazero.patches.names import lookup
 from megazero.patches.options import read_words
@@ -459,7 +460,7 @@ def operations(nodes: int, size: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     held = torch.zeros(pieces[0].own(bucket).numel())
     assert beside is not None
     chains = {
-        "gradients": lambda: reduce_rows(pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, channel),
+        "gradients": lambda: reduce_rows(pieces[0], bucket, Codecs(gradients={INTER: codec}), 1.0, channel),
         "weights": lambda: gather_coded(pieces[0], bucket, codec, held, channel),
         "exact gradients": lambda: reduce_exact(beside, bucket, 1.0, channel),
         "exact weights": lambda: gather_exact(beside, bucket, channel),

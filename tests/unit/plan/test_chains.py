@@ -14,7 +14,7 @@ from megazero.config.options.cluster import (
     IntraNode,
     MeasuredCollective,
 )
-from megazero.mesh.grid import INTER
+from megazero.mesh.levels import INTER
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.gathers import gathers
 from megazero.plan.layout import Chain, Layout

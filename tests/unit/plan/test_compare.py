@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megazero.comm.wire import Codecs, Coding
-from megazero.config.options.cluster import InterSite
+from megazero.config.options.cluster import InterLevel
+from megazero.mesh.levels import INTER, INTRA
 from megazero.plan import compare
 from megazero.plan.rounding import HADAMARD, INT4, SDP4BIT, ZEROPP, tokens_needed
 from tests.messages import names
@@ -81,13 +82,13 @@ LARGE = SDP4BIT[-1]
     [
         (Codecs(), 8e9, 1.0),
         (Codecs(weights=Coding(8)), 8e9, 1.0),
-        (Codecs(gradients_inter=Coding(4)), 8e9, LARGE.least_speed(INT4)),
-        (Codecs(gradients_inter=Coding(4, hadamard=32)), 8e9, LARGE.least_speed(HADAMARD)),
-        (Codecs(gradients_inter=Coding(4, hadamard=32)), 2e8, SDP4BIT[0].least_speed(HADAMARD)),
-        (Codecs(gradients_inter=Coding(4), gradients_intra=Coding(4)), 8e9, ZEROPP.least_speed(INT4)),
-        (Codecs(gradients_inter=Coding(2)), 8e9, None),
+        (Codecs(gradients={INTER: Coding(4)}), 8e9, LARGE.least_speed(INT4)),
+        (Codecs(gradients={INTER: Coding(4, hadamard=32)}), 8e9, LARGE.least_speed(HADAMARD)),
+        (Codecs(gradients={INTER: Coding(4, hadamard=32)}), 2e8, SDP4BIT[0].least_speed(HADAMARD)),
+        (Codecs(gradients={INTER: Coding(4), INTRA: Coding(4)}), 8e9, ZEROPP.least_speed(INT4)),
+        (Codecs(gradients={INTER: Coding(2)}), 8e9, None),
         (Codecs(weights=Coding(4)), 8e9, None),
-        (Codecs(gradients_inter=Coding(8)), 8e9, None),
+        (Codecs(gradients={INTER: Coding(8)}), 8e9, None),
     ],
     ids=str,
 )
@@ -109,7 +110,7 @@ def test_given_shards_and_outer_steps_are_of_the_schemes_that_they_concern() -> 
 
 def test_a_rate_between_sites_is_a_site_s() -> None:
     assert (
-        compare.Schemes(replace(cluster(2, 4), inter_site=InterSite(0.5, 2)), (), {}).link
+        compare.Schemes(replace(cluster(2, 4), above={"inter_site": InterLevel(0.5, 2)}), (), {}).link
         == "0.5 Gb/s a site"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.config.model.spec import HEAD
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.levels import INTER, INTRA
 from megazero.plan.search import Search, smallest_layout
 from megazero.plan.simulate import simulate
 from tests.unit.plan.test_plan import MODEL, cluster, layout

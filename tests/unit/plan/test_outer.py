@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.options.cluster import Cluster, InterSite
-from megazero.mesh.grid import INTER, AxisSpec
+from megazero.config.options.cluster import Cluster, InterLevel
+from megazero.mesh.grid import AxisSpec
+from megazero.mesh.levels import INTER
 from megazero.plan import compare
 from megazero.plan.communication import UnitShape
 from megazero.plan.memory import _outer_pool, _step_pool
 from megazero.plan.options import with_stand_ins
 from megazero.plan.report import layout_flags
 from megazero.plan.search import Search
-from megazero.plan.seconds import INTER_SITE, Collectives
+from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import meeting_seconds, simulate
 from tests.messages import names, refused
 from tests.sizes import PLANNED
@@ -29,6 +30,8 @@ CHOSEN = {
     "micro_batch_size": 1,
     "recompute_granularity": "none",
 }
+
+INTER_SITE = "inter_site"
 
 
 def question(on: Cluster, **values: object) -> dict[str, object]:
@@ -87,7 +90,7 @@ def test_what_is_on_its_way_has_buffers_of_its_own() -> None:
 
 
 def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None:
-    on = replace(cluster(4, 2), inter_site=InterSite(0.1, 2, latency_us=20_000.0))
+    on = replace(cluster(4, 2), above={INTER_SITE: InterLevel(0.1, 2, latency_us=20_000.0)})
     collectives = Collectives(on)
     near, far = AxisSpec("os_inter", "os", 2, 2, INTER), AxisSpec("os_inter", "os", 4, 2, INTER)
     assert collectives.link_of(near) == INTER and collectives.link_of(far) == INTER_SITE
@@ -109,7 +112,7 @@ def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None
 
 def test_what_some_groups_send_between_sites_counts_as_between_sites() -> None:
     """Sites of 3 nodes: of the pairs of neighbours one has a node on each site, of the triples none."""
-    on = replace(cluster(6, 4), inter_site=InterSite(0.1, 2, latency_us=20_000.0))
+    on = replace(cluster(6, 4), above={INTER_SITE: InterLevel(0.1, 2, latency_us=20_000.0)})
     collectives = Collectives(on)
     pairs, triples, fours = (AxisSpec("g_inter", "g", size, 4, INTER) for size in (2, 3, 4))
     assert collectives.link_of(pairs) == INTER_SITE and collectives.link_of(triples) == INTER
@@ -117,7 +120,7 @@ def test_what_some_groups_send_between_sites_counts_as_between_sites() -> None:
     for operation in ("gather", "exchange"):  # 4 groups, of which a site has one rank each
         cost = collectives.of_axis(operation, pairs, sent)
         assert cost.seconds == pytest.approx(0.02 + 4 * sent / rate, rel=1e-3)
-    on = replace(cluster(12, 4), inter_site=InterSite(0.1, 4, latency_us=20_000.0))
+    on = replace(cluster(12, 4), above={INTER_SITE: InterLevel(0.1, 4, latency_us=20_000.0)})
     assert Collectives(on).of_axis("gather", fours, sent).latency == pytest.approx(0.02, rel=0.01)
     stages = {
         "pipeline_model_parallel_size": 2,
@@ -162,7 +165,7 @@ def test_given_outer_steps_stay_and_replicas_are_sites_or_nodes_or_as_given() ->
     outer = compare.outer_layouts(given, slow, 1)[0].layout.config.outer
     assert (outer.outer_interval, outer.outer_bits, outer.outer_delay) == (7, 8, 2)
     assert compare.replica_counts({}, on) == [4, 2]
-    assert compare.replica_counts({}, replace(on, inter_site=InterSite(1.0, 2))) == [2]
+    assert compare.replica_counts({}, replace(on, above={INTER_SITE: InterLevel(1.0, 2)})) == [2]
     assert compare.replica_counts({"outer_replicas": 2}, on) == [2]
     with refused("--loss-policy outer", "one node"):
         compare.replica_counts({}, cluster(1, 2))

@@ -24,7 +24,7 @@ from megazero.config.options.cluster import (
     parse_cluster,
 )
 from megazero.config.validate import find_errors
-from megazero.mesh.grid import INTER
+from megazero.mesh.levels import INTER
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.command import main
 from megazero.plan.communication import ExpertRows

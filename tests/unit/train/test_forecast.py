@@ -14,6 +14,7 @@ from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.model.spec import parameter_count
 from megazero.config.options.cluster import Cluster, cluster_of_run
 from megazero.mesh.launch import Launch
+from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
@@ -52,13 +53,13 @@ def test_auto_is_not_slower_than_any_preset_that_fits(policy: str, gib: float) -
     # Times that agree to four digits are ordered by memory.
     assert all(simulate(best).seconds <= simulate(other).seconds * 1.001 for other in fitting)
     assert "zero_shard" in repr(best.config.zero) and "--zero-shard" in notes[0]
-    assert (best.wire.gradients_inter is None) == (policy == "exact")
+    assert (best.wire.gradients.get(INTER) is None) == (policy == "exact")
 
 
 def test_auto_keeps_what_was_given() -> None:
     given = {"zero_quantized_weights": True, "zero_chunk_numel": 5000, "tensor_model_parallel_size": 2}
     best, _ = chosen(cluster(), "zeropp", **given)
-    assert best.wire.weights is not None and best.wire.gradients_inter is None
+    assert best.wire.weights is not None and best.wire.gradients.get(INTER) is None
     assert best.config.zero.zero_chunk_numel == 5000 and best.base.tp == 2
 
 

@@ -22,6 +22,7 @@ from megazero.data.gpt import SampleSpec
 from megazero.data.tokenizer import NullTokenizer
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
+from megazero.mesh.levels import INTER, INTRA
 from megazero.models import Decoder
 from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
@@ -361,7 +362,7 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     grid = SimpleNamespace(world_size=4, ranks_per_node=2)
     policy: Any = make_policy(make_config(values, World(4, 2)), SimpleNamespace(grid=grid))  # type: ignore[arg-type]
     assert (policy.exact_numel, policy.chunk_numel, policy.prefetch_bytes, policy.seed) == (40, 999, 777, 5)
-    weights, gradients = policy.codecs.weights, policy.codecs.gradients_inter
+    weights, gradients = policy.codecs.weights, policy.codecs.gradients.get(INTER)
     assert (weights.bits, weights.block, gradients.bits, gradients.block) == (
         4,
         32,
@@ -369,5 +370,5 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
         32,
     )
     assert policy.whole_gradients
-    assert policy.codecs.delta and policy.codecs.gradients_intra is None
+    assert policy.codecs.delta and policy.codecs.gradients.get(INTRA) is None
     assert weights.hadamard == 0 and gradients.hadamard == 32

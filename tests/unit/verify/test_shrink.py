@@ -16,6 +16,7 @@ from megazero.comm.wire import Codecs, Coding
 from megazero.config import make_config
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import data_cuts, make_grid
+from megazero.mesh.levels import INTER
 from megazero.plan import communication
 from megazero.plan.communication import Activation, Formats, UnitShape
 from megazero.plan.gathers import Copies, gathers
@@ -173,7 +174,7 @@ def test_explicit_factors_and_quantised_sizes_are_scaled() -> None:
     found = shrunk(f"{words} --ranks-per-node 8 --global-batch-size 256")
     assert found.config.zero.zero_shard == found.layout.shards == (2, 4, 8)
     wire = found.config.wire(found.layout.world)
-    assert wire.weights and wire.gradients_inter and wire.block == 64 and wire.weights.block == 8
+    assert wire.weights and wire.gradients.get(INTER) and wire.block == 64 and wire.weights.block == 8
     assert (
         wire.exact_numel == found.config.model.hidden_size
     )  # norms are exact, as they were; matrices are not

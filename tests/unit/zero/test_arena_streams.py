@@ -18,20 +18,21 @@ from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.lane import Lane
 from megazero.kernels import arena as arena_module
 from megazero.kernels.arena import Frame
+from megazero.mesh.levels import INTER, INTRA
 from megazero.zero.gradients import Gradients
 from megazero.zero.reduce import Reducer
 from megazero.zero.unit import Unit
 from tests.gpu.test_hpz_race import CPU, LAYERS, Cluster, Landing, Wire
 from tests.unit.zero.test_lane_streams import Streams, Watch
 
-QUANTISED = zero.Codecs(gradients_intra=Blockwise(8), gradients_inter=Blockwise(4))
+QUANTISED = zero.Codecs(gradients={INTRA: Blockwise(8), INTER: Blockwise(4)})
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "zero3": ((4, 4, 4), {}),
     "hpz": ((2, 4, 4), {}),
     "zero1": ((1, 1, 4), {}),
     "zero3, no reduction may lag": ((4, 4, 4), {"pending_reductions": 0}),
     "zero3, quantised": ((4, 4, 4), {"codecs": QUANTISED}),
-    "zeropp": ((2, 2, 4), {"codecs": zero.Codecs(gradients_inter=Blockwise(4))}),
+    "zeropp": ((2, 2, 4), {"codecs": zero.Codecs(gradients={INTER: Blockwise(4)})}),
 }
 
 

@@ -14,7 +14,8 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.mesh.grid import INTER, AxisSpec, make_grid
+from megazero.mesh.grid import AxisSpec, make_grid
+from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero.build import Placed, _refuse_different_starts
 from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted
