@@ -113,9 +113,10 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1, shared: boo
     return Contestant(build, sent)
 
 
-def configured(tp: int = 1, shared: bool = False) -> Contestant:
+def configured(tp: int = 1, shared: bool = False, **options: Any) -> Contestant:
     """Make a contestant of zeropp as ``megazero train`` has it, whose formula is the tests' arithmetic. tp:
-    tensor-parallel ranks, each of which trains on the samples of all. shared: as ``megazero``'s."""
+    tensor-parallel ranks, each of which trains on the samples of all. shared: as ``megazero``'s. options: more of the
+    run's."""
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
         world = World(dist.get_world_size(), ranks_per_node)
@@ -131,7 +132,13 @@ def configured(tp: int = 1, shared: bool = False) -> Contestant:
             "mock_data": True,
             "seed": 1,
         }
-        values |= {"lr": ADAMW.keywords["lr"], "train_iters": 1, "lr_warmup_iters": 0, "clip_grad": CLIP}
+        values |= {
+            "lr": ADAMW.keywords["lr"],
+            "train_iters": 1,
+            "lr_warmup_iters": 0,
+            "clip_grad": CLIP,
+            **options,
+        }
         config = make_config(values, world)
         mesh = make_mesh(config, world, device())
         first = dist.get_rank() // tp * tp
