@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megazero.data.build import Dataset, blends_by_share, build_dataset
+from megazero.data import Dataset, build_dataset
+from megazero.data.build import blends_by_share
 from megazero.data.gpt import SampleSpec
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import stdlib_sources, text_sources

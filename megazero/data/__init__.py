@@ -1,13 +1,16 @@
 """Data: Megatron-compatible files, sample order, blends and tokenizers. Only ``sampler`` imports torch."""
 
-from megazero.data.build import Dataset, build_dataset
+from megazero.data.build import build_dataset
 from megazero.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megazero.data.source import Dataset, DatasetSource, SampleSource
 from megazero.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 
 __all__ = [
     "Dataset",
+    "DatasetSource",
     "IndexedDataset",
     "IndexedWriter",
+    "SampleSource",
     "Tokenizer",
     "TokenizerInfo",
     "build_dataset",
