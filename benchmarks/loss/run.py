@@ -20,8 +20,8 @@ from benchmarks.steps import llama
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
-from megazero.data import DatasetSource
 from megazero.data.sampler import Batches
+from megazero.data.source import DatasetSource
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer

@@ -2,15 +2,13 @@
 
 from megazero.data.build import build_dataset
 from megazero.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from megazero.data.source import Dataset, DatasetSource, SampleSource
+from megazero.data.source import Dataset
 from megazero.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 
 __all__ = [
     "Dataset",
-    "DatasetSource",
     "IndexedDataset",
     "IndexedWriter",
-    "SampleSource",
     "Tokenizer",
     "TokenizerInfo",
     "build_dataset",

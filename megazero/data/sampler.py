@@ -63,6 +63,7 @@ class Batches:
             )
         self.source, self.micro_batch_size, self.rank, self.size = source, micro_batch_size, rank, size
         self.consumed, self.state = consumed, source.state()
+        self._stride = micro_batch_size * size  # samples of a micro-batch over all ranks
         self._pin_memory = pin_memory
         # The micro-batches from ``consumed`` on, each with the state behind it.
         self._ready: deque[Future[tuple[Batch, Any]]] = deque()
@@ -106,11 +107,6 @@ class Batches:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def _stride(self) -> int:
-        """Return the number of samples in a micro-batch over all ranks."""
-        return self.micro_batch_size * self.size
 
     def _prepare(self, micro_batches: int) -> None:
         for _ in range(len(self._ready), micro_batches):

@@ -92,14 +92,8 @@ def _opened(
     ordered_for: that of the run's progress, whose order is kept.
     """
     data = config.data
-    spec = SampleSpec(
-        config.model.seq_length,
-        config.training.seed,
-        tokenizer,
-        data.eod_mask_loss,
-        data.reset_position_ids,
-        data.reset_attention_mask,
-    )
+    masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask
+    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks)
     parts: Mapping[DataPart, OpenPart] = resolve_name(data_kind(data).parts)(data)
     for (split, name), open_part in parts.items():
         if count := counts[split]:
@@ -132,11 +126,10 @@ def evaluation_sets(
 
     ordered_for: that of the run's progress, whose order is kept. Raises ValueError for data of less than a batch.
     """
-    count, made = config.training.eval_iters * batch, dict[str, SampleSource]()
-    counts = {"train": 0, "valid": count, "test": count}
-    for part, source in _opened(config, tokenizer, counts, ordered_for):
-        label = _label(*part)
-        made[label] = source
+    count = config.training.eval_iters * batch
+    opened = _opened(config, tokenizer, {"train": 0, "valid": count, "test": count}, ordered_for)
+    made = {_label(*part): source for part, source in opened}
+    for label, source in made.items():
         if source.samples < batch:
             raise ValueError(
                 f"the {label} data has {source.samples} samples of {config.model.seq_length} tokens, and a global "

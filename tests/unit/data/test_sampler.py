@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.config.options.data_sources import SOURCES
+from megazero.config.options.sections import DataConfig
+from megazero.config.run import all_options
 from megazero.data.sampler import Batches
 from megazero.data.source import DatasetSource, SampleSource
 from megazero.mesh.grid import make_grid
 from megazero.mesh.mesh import Mesh
 from megazero.train.data.feeding import Feeding
+from megazero.train.state.progress import Progress
 from tests.messages import refused
 
 
@@ -139,6 +144,21 @@ def test_skipped_samples_are_consumed_unread(source: SampleSource, to: int) -> N
 def test_the_state_of_other_data_is_refused() -> None:
     with refused("offset", "--finetune"):
         numbered(Counting(3)).load_state({"offset": 7})
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_kind_of_data_names_options_and_what_opens_it(kind: str) -> None:
+    assert {all_options()[name].section for name in SOURCES[kind].order} == {"data"}
+    parts = resolve_name(SOURCES[kind].parts)(DataConfig(data_path=("one",)))
+    assert [*parts] == [("train", ""), ("valid", "")]
+
+
+def test_a_checkpoint_keeps_a_place_that_is_no_number() -> None:
+    """Where it is the number of consumed samples, a checkpoint is as those of before there were sources."""
+    for place, held in ((16, {}), (None, {}), ({"offset": 7}, {"source": {"offset": 7}})):
+        state = Progress(iteration=2, consumed_samples=16, source=place).state()
+        assert {name: state[name] for name in state if name == "source"} == held
+        assert Progress.of_state(state, "", 8).source == held.get("source")
 
 
 def test_limit_and_errors() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megazero.cli import main
 from megazero.comm.hops import Traffic
 from megazero.config import ConfigError, World
-from megazero.data import DatasetSource
+from megazero.data.source import DatasetSource
 from megazero.log.metrics import METRICS_FILE
 from megazero.mesh.launch import Launch
 from megazero.train.evaluate_command import _leave, evaluation_config
