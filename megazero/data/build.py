@@ -33,15 +33,12 @@ def indexed_parts(data: DataConfig) -> dict[DataPart, OpenPart]:
     if data.data_path:
         shares = blends_by_share(data.data_path, data.split)
         blends = {(split, ""): shares[split] for split in ("train", "valid")}
-    for split in () if data.data_path else SPLITS:
+    for split in SPLITS:  # whose options are empty beside --data-path
         if words := getattr(data, f"{split}_data_path"):
             blends[split, ""] = parse_blend(words)
         groups = parse_weighted_splits(getattr(data, f"{split}_weighted_split_paths"))
         blends |= {(split, name if split != "train" else ""): blend for name, blend in groups.items()}
-    return {
-        (split, name): partial(_open, split, blend, data.data_cache_path)
-        for (split, name), blend in blends.items()
-    }
+    return {part: partial(_open, part[0], blend, data.data_cache_path) for part, blend in blends.items()}
 
 
 def _open(
@@ -84,7 +81,7 @@ def blends_by_share(data_path: Sequence[str], split: str) -> dict[str, Blend]:
 
 
 def open_data(prefix: str | Path, tokenizer: TokenizerInfo) -> IndexedDataset:
-    """OpenPart PREFIX.bin and PREFIX.idx and check them against the run's tokenizer."""
+    """Open PREFIX.bin and PREFIX.idx and check them against the run's tokenizer."""
     source = IndexedDataset(prefix)
     source.check_vocabulary(tokenizer.vocab_size)
     check_meta(prefix, tokenizer)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
-from megazero.data import IndexedWriter
+from megazero.data.indexed import IndexedWriter
 from megazero.data.source import Dataset, DatasetSource, SampleSource
 from megazero.mesh.launch import Launch, read_launch
 from megazero.mesh.sealed import SECRET

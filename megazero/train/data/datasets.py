@@ -12,12 +12,11 @@ import numpy as np
 from megazero.config import RunConfig
 from megazero.config.options.data_inputs import SPLITS
 from megazero.config.options.data_sources import data_kind
-from megazero.data import load_tokenizer
 from megazero.data.blend import BlendedDataset
 from megazero.data.gpt import SampleSpec
 from megazero.data.sampler import replica_shares
 from megazero.data.source import DataPart, DatasetSource, OpenPart, SampleSource
-from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.log.units import plural
 from megazero.train.schedule.run_length import RunLength
