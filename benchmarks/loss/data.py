@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from megazero.data.build import Dataset, blends_by_share, build_dataset
+from megazero.data.build import blends_by_share, build_dataset
 from megazero.data.gpt import SampleSpec
 from megazero.data.preprocess import Job, preprocess
+from megazero.data.source import Dataset
 from megazero.data.text import stdlib_sources, text_sources
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_training import sample_lines, train_tokenizer

@@ -21,6 +21,7 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.data.sampler import Batches
+from megazero.data.source import DatasetSource
 from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
@@ -186,7 +187,8 @@ def train(mesh_of: MeshOf, folder: Path, settings: Settings, run: Run) -> dict[s
     mesh, stride = engine.mesh, RANKS * settings.micro_batch
     sent, skipped, errors = 0, 0, dict[str, list[float]]()
     data = train_samples(folder, settings.sequence, run.seed, settings.steps * stride)
-    with Batches(data, micro_batch_size=settings.micro_batch, rank=mesh.batch_rank, size=RANKS) as batches:
+    own = {"micro_batch_size": settings.micro_batch, "rank": mesh.batch_rank, "size": RANKS}
+    with Batches(DatasetSource(data), **own) as batches:
         for step in range(1, settings.steps + 1):
             engine.traffic.take()
             info = one_step(settings, model, engine, batches, step)

@@ -22,7 +22,8 @@ from megazero.config.model.published import is_published
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
-from megazero.config.options.data_inputs import DATA_WORDS, PARTS, SPLITS, TOKENIZERS, parse_split
+from megazero.config.options.data_inputs import DATA_WORDS, PARTS, TOKENIZERS, parse_split
+from megazero.config.options.data_sources import data_kind
 from megazero.config.options.fields import Condition, typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
@@ -138,20 +139,6 @@ def _dispatch(config: RunConfig) -> Iterator[str]:
             f"--moe-dispatch-across-nodes int8 with --hidden-size {hidden}: a row is whole blocks of at least "
             f"{wire_rules.LEAST_BLOCK} elements, which share a scale; nearest: --hidden-size {near}, or exact"
         )
-
-
-def _source(config: RunConfig) -> Iterator[str]:
-    """Report data that are named in no way or in two, and parts of them without those to train on."""
-    apart, weighted = PARTS[: len(SPLITS)], PARTS[len(SPLITS) :]
-    # A file stays where it could not be read, which has been reported.
-    forms = (("data_path",), ("mock_data",), apart, (*weighted, *(f"{name}_path" for name in weighted)))
-    given = [[name for name in form if getattr(config.data, name)] for form in forms]
-    if sum(map(bool, given)) != 1:
-        also = "; --train-data-path or --train-weighted-split-paths may stand in the place of --data-path"
-        yield f"exactly one of --data-path and --mock-data is required{also}"
-    for names, train in ((given[2], apart[0]), (given[3], weighted[0])):
-        if names and not any(name.startswith("train") for name in names):
-            yield f"{all_options()[names[0]].flag} needs {all_options()[train].flag}"
 
 
 def _data(config: RunConfig) -> Iterator[str]:
@@ -330,7 +317,7 @@ RULES: tuple[Rule, ...] = (
     _schedule,
     _experts,
     _idle_router_of_new_model,
-    _source,
+    lambda c: data_kind(c.data).faults(c.data),
     _data,
     _vocabulary,
     _profiled_steps,

@@ -1,16 +1,1 @@
-"""Data: Megatron-compatible files, sample order, blends and tokenizers. Only ``sampler`` imports torch."""
-
-from megazero.data.build import Dataset, build_dataset
-from megazero.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from megazero.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
-
-__all__ = [
-    "Dataset",
-    "IndexedDataset",
-    "IndexedWriter",
-    "Tokenizer",
-    "TokenizerInfo",
-    "build_dataset",
-    "load_tokenizer",
-    "token_dtype",
-]
+"""Data: sources of samples, Megatron-compatible files and their order, tokenizers. Only ``sampler`` imports torch."""

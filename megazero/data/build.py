@@ -1,92 +1,70 @@
-"""Builds the datasets of a run's parts (train, valid, test), of a corpus or of synthetic text."""
+"""Builds the data sets of a run's parts (train, valid, test) from Megatron's indexed files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from megazero.config.options.data_inputs import SPLITS, Blend, parse_data_path, parse_split
+from megazero.config.options.data_inputs import (
+    SPLITS,
+    Blend,
+    parse_blend,
+    parse_data_path,
+    parse_split,
+    parse_weighted_splits,
+)
+from megazero.config.options.sections import DataConfig
 from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize
-from megazero.data.gpt import GPTDataset, Sample, SampleSpec, finish_sample
+from megazero.data.gpt import GPTDataset, SampleSpec
 from megazero.data.indexed import IndexedDataset
+from megazero.data.source import DataPart, DatasetSource, OpenPart
 from megazero.data.tokenizer import TokenizerInfo, check_meta
 
-MEAN_DOCUMENT = 64  # tokens of mock data
 
+def indexed_parts(data: DataConfig) -> dict[DataPart, OpenPart]:
+    """Return how each part of the data opens.
 
-class Dataset(Protocol):
-    """Gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
-    loss_mask float32 [s], and position_ids and document_starts int64 [s] where they are asked for.
-
-    ``ordered_for`` is the number of samples that their order was made for. It is 0 where the order is the same for
-    any number.
+    The test share of --split is not used: it is for those who evaluate the model later.
     """
+    blends: dict[DataPart, Blend] = {}
+    if data.data_path:
+        shares = blends_by_share(data.data_path, data.split)
+        blends = {(split, ""): shares[split] for split in ("train", "valid")}
+    for split in SPLITS:  # whose options are empty beside --data-path
+        if words := getattr(data, f"{split}_data_path"):
+            blends[split, ""] = parse_blend(words)
+        groups = parse_weighted_splits(getattr(data, f"{split}_weighted_split_paths"))
+        blends |= {(split, name if split != "train" else ""): blend for name, blend in groups.items()}
+    return {part: partial(_open, part[0], blend, data.data_cache_path) for part, blend in blends.items()}
 
-    @property
-    def ordered_for(self) -> int: ...
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-
-class MockDataset:
-    """Synthetic data with something to learn, for tests, and timing without a corpus.
-
-    Its documents count upwards: a random first token, then +stride modulo the vocabulary, then the eod.
-    Lengths are geometric with mean 64, so the best loss is about (ln(vocabulary) + 5.2) / 65 nats per token: all but
-    the first token of a document can be learned, its end cannot. A sample depends on (seed, split, index) alone.
-    ``split`` is 0 for train, 1 for valid and 2 for test.
-    """
-
-    ordered_for = 0
-
-    def __init__(self, num_samples: int, split: int, spec: SampleSpec) -> None:
-        if spec.tokenizer.vocab_size < 3:
-            raise ValueError(f"mock data needs a vocabulary of at least 3, not {spec.tokenizer.vocab_size}")
-        self.num_samples, self.split, self.spec = num_samples, split, spec
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index} of {self.num_samples}")
-        random = np.random.default_rng([self.spec.seed, self.split, int(index)])
-        length, eod = self.spec.seq_length + 1, self.spec.tokenizer.eod
-        words = self.spec.tokenizer.vocab_size - 1  # every id but the eod
-        ends = random.random(length) < 1 / (MEAN_DOCUMENT + 1)
-        at = np.arange(length)
-        begins = np.maximum.accumulate(np.where(np.roll(ends, 1), at, 0))
-        first = random.integers(0, words, length)[begins]
-        stride = max(1, words // 3)
-        word = (first + (at - begins) * stride) % words
-        text = np.where(ends, eod, word + (word >= eod)).astype(np.int64)
-        return finish_sample(text, self.spec)
+def _open(
+    split: str, blend: Blend, cache_dir: str | None, spec: SampleSpec, count: int, ordered_for: int
+) -> DatasetSource:
+    made = build_dataset(split, blend, spec, count, ordered_for=ordered_for, cache_dir=cache_dir)
+    return DatasetSource(made, made.ordered_for)
 
 
 def build_dataset(
     split: str,
-    blend: Blend | None,
+    blend: Blend,
     spec: SampleSpec,
     count: int,
     *,
     ordered_for: int = 0,
     cache_dir: str | Path | None = None,
-) -> Dataset:
+) -> GPTDataset | BlendedDataset:
     """Return a dataset of ``count`` samples of one part of the data (in SPLITS). Every rank may call it at once.
 
-    blend: the data sets and their shares of documents. None is mock data.
+    blend: the data sets and their shares of documents.
     ordered_for: the dataset's own value of an earlier call, or 0. The earlier order is kept if it holds ``count``.
     cache_dir: folder of the indices (default: a folder ``cache`` beside the first data set).
     A blend without weights is one epoch of everything, so it may have fewer samples than ``count``.
     Raises ValueError for bad files, data of another tokenizer, and parts without tokens.
     """
-    if blend is None:
-        return MockDataset(count, SPLITS.index(split), spec)
     sources = [open_data(prefix, spec.tokenizer) for prefix in blend.prefixes]
     cache = Path(cache_dir) if cache_dir is not None else Path(blend.prefixes[0]).parent / "cache"
     return _Builder(split, blend, sources, spec, cache).build(count, ordered_for)
@@ -126,7 +104,7 @@ class _Builder:
         self.weights = normalize(blend.weights) if blend.weights else None
         self.ranges = blend.ranges
 
-    def build(self, count: int, before: int) -> Dataset:
+    def build(self, count: int, before: int) -> GPTDataset | BlendedDataset:
         """Blend all sources by weights or by size. Without weights a source that is alone is taken as it is."""
         if self.weights is not None:
             members, number = self._ordered(self.weights, count, before, SURPLUS)

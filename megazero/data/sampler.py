@@ -1,8 +1,8 @@
-"""Which sample goes to which rank, and the batches. The position is one number: consumed samples.
+"""Which sample goes to which rank, and the batches.
 
 A step of m micro-batches of b samples on each of d data-parallel ranks takes samples consumed .. consumed + m*b*d.
 Micro-batch i gives rank r the b samples from consumed + (i*d + r)*b on, as Megatron does. So the samples of a step,
-and the micro-batches that follow one another, do not depend on how steps are cut.
+and the micro-batches that follow one another, do not depend on how steps are cut, and a source's state not on d.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.data.build import Dataset
+from megazero.data.source import SampleSource
 
 Batch = dict[str, torch.Tensor]
 
@@ -41,20 +41,19 @@ def replica_shares(member: np.ndarray[Any, Any], replicas: int, block: int) -> n
 class Batches:
     """Batches of one data-parallel rank, which a background thread makes one step ahead.
 
-    ``consumed`` counts what ``next_step`` handed out, over all ranks. What the thread prepared beyond it is not in
-    the position, so saving it and starting again there gives neither gap nor repeat. ``limit`` is the number of
-    samples that may be consumed (by default len(dataset)).
+    ``consumed`` counts the samples of all ranks: those before the source's place at first, and what ``next_step``
+    handed out. ``state`` is the source's behind them. What the thread prepared beyond is in neither, so to start from
+    both gives neither gap nor repeat.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        source: SampleSource,
         *,
         micro_batch_size: int,
         rank: int = 0,
         size: int = 1,
         consumed: int = 0,
-        limit: int | None = None,
         pin_memory: bool = False,
     ) -> None:
         if not 0 <= rank < size or micro_batch_size < 1 or consumed < 0:
@@ -62,16 +61,18 @@ class Batches:
                 f"rank {rank} of {size}, micro-batch size {micro_batch_size}, consumed samples {consumed}: "
                 f"ranks count from 0, sizes from 1, samples from 0"
             )
-        self.dataset, self.micro_batch_size, self.rank, self.size = dataset, micro_batch_size, rank, size
-        self.consumed = consumed
-        self.limit = len(dataset) if limit is None else min(limit, len(dataset))
+        self.source, self.micro_batch_size, self.rank, self.size = source, micro_batch_size, rank, size
+        self.consumed, self.state = consumed, source.state()
+        self._stride = micro_batch_size * size  # samples of a micro-batch over all ranks
         self._pin_memory = pin_memory
-        self._ready: deque[Future[Batch]] = deque()  # the micro-batches from ``consumed`` on
+        # The micro-batches from ``consumed`` on, each with the state behind it.
+        self._ready: deque[Future[tuple[Batch, Any]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
     def sample_ids(self, micro_batches: int) -> list[list[int]]:
         """Return the ids [micro_batches][b] that ``next_step`` will give this rank."""
-        return [list(self._ids(i)) for i in range(micro_batches)]
+        begins = range(self.consumed, self.consumed + micro_batches * self._stride, self._stride)
+        return [list(micro_batch_ids(at, self.micro_batch_size, self.rank, self.size)) for at in begins]
 
     def next_step(self, micro_batches: int) -> list[Batch]:
         """Return the step's batches. Each has tokens and labels int64 [b, s], loss_mask float32 [b, s], and whatever
@@ -79,27 +80,22 @@ class Batches:
 
         Raises ValueError when fewer samples are left than the step takes. The position then stays.
         """
-        wanted = micro_batches * self._stride
-        if self.consumed + wanted > self.limit:
-            raise ValueError(
-                f"the data has {self.limit} samples; {self.consumed} are consumed and the step takes {wanted}: "
-                f"train for fewer samples or iterations, add data, or give the blend weights (they repeat data)"
-            )
         self._prepare(micro_batches)
-        batches = [self._ready[i].result() for i in range(micro_batches)]
-        for _ in range(micro_batches):
+        made = [self._ready[i].result() for i in range(micro_batches)]
+        for _ in made:
             self._ready.popleft()
-        self.consumed += wanted
-        left = (self.limit - self.consumed) // self._stride
-        self._prepare(min(micro_batches, left))
-        return batches
+        self.consumed += micro_batches * self._stride
+        self.state = made[-1][1]
+        self._prepare(micro_batches)
+        return [batch for batch, _ in made]
 
-    def seek(self, consumed: int) -> None:
-        """Go on from another position. What the thread prepared is dropped."""
+    def skip(self, count: int) -> None:
+        """Consume ``count`` samples of all ranks unread. What the thread prepared is dropped."""
         for future in self._ready:
             future.cancel()
         self._ready.clear()
-        self.consumed = consumed
+        self.state = self._thread.submit(self._pass_over, count).result()  # after what the thread is at
+        self.consumed += count
 
     def close(self) -> None:
         """Stop the thread. The position stays readable."""
@@ -112,23 +108,21 @@ class Batches:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def _stride(self) -> int:
-        """Return the number of samples in a micro-batch over all ranks."""
-        return self.micro_batch_size * self.size
-
-    def _ids(self, ahead: int) -> range:
-        return micro_batch_ids(
-            self.consumed + ahead * self._stride, self.micro_batch_size, self.rank, self.size
-        )
-
     def _prepare(self, micro_batches: int) -> None:
-        for ahead in range(len(self._ready), micro_batches):
-            self._ready.append(self._thread.submit(self._make, self._ids(ahead)))
+        for _ in range(len(self._ready), micro_batches):
+            self._ready.append(self._thread.submit(self._make))
 
-    def _make(self, ids: range) -> Batch:
-        samples = [self.dataset[i] for i in ids]
-        return {name: self._stack([sample[name] for sample in samples]) for name in samples[0]}
+    def _make(self) -> tuple[Batch, Any]:
+        own = micro_batch_ids(0, self.micro_batch_size, self.rank, self.size)
+        samples = self.source.batch(self._stride, own)
+        batch = {name: self._stack([sample[name] for sample in samples]) for name in samples[0]}
+        return batch, self.source.state()
+
+    def _pass_over(self, count: int) -> Any:
+        """Leave the source ``count`` samples behind ``state``, and return where that is."""
+        self.source.load_state(self.state)
+        self.source.batch(count, range(0))
+        return self.source.state()
 
     def _stack(self, rows: list[np.ndarray[Any, Any]]) -> torch.Tensor:
         tensor = torch.from_numpy(np.stack(rows))

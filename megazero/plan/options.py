@@ -12,6 +12,7 @@ from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete
 from megazero.config.options.cluster import LEAST, MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
+from megazero.config.options.data_sources import NO_DATA
 from megazero.config.options.fields import fault, option, section_options
 from megazero.config.read.beginning import BEGINNING, read_beginning
 from megazero.config.read.flags import options_help, read_flags, read_section
@@ -169,7 +170,7 @@ def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if name not in options or options[name].section != "data" or name in masks
     }
-    done["mock_data"] = True  # a plan reads no data
+    done |= NO_DATA
     done["vocab_size"] = run_vocabulary(values.get("tokenizer_type"), values.get("vocab_size"))
     if done.get("train_samples") is None:
         done.setdefault("train_iters", 1)

@@ -10,7 +10,7 @@ import torch
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World, begun
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
-from megazero.data.build import Dataset
+from megazero.data.source import SampleSource
 from megazero.log.metrics import perplexity
 from megazero.mesh.launch import Launch
 from megazero.mesh.waiting import waiting
@@ -28,7 +28,7 @@ def mean_loss(
     engine: Engine,
     pipeline: Pipeline,
     feeding: Feeding,
-    data_set: Dataset,
+    source: SampleSource,
     *,
     steps: int,
     micro_batches: int,
@@ -38,16 +38,17 @@ def mean_loss(
 ) -> float | None:
     """Return the loss over the first ``steps`` global batches of so many micro-batches on each rank. Collective.
 
-    The batches are the same each time, so there is no sampling noise. interrupted: asked between two batches on every
-    rank, with the same answer on all. If it says yes, the loss is None. replica: the first outer replica evaluates
-    its own weights, on all of the batches, while the others wait. advance: told before each batch how many of
-    how many are done.
+    The batches are the first of ``source`` each time, so there is no sampling noise. interrupted: asked between two
+    batches on every rank, with the same answer on all. If it says yes, the loss is None. replica: the first outer
+    replica evaluates its own weights, on all of the batches, while the others wait. advance: told before each batch
+    how many of how many are done.
     """
     mesh = feeding.mesh
     rounds, waits = micro_batches * (mesh.grid.outer if replica else 1), replica and mesh.replica > 0
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     left = 0
-    with feeding.batches(data_set, replica) as batches, engine.evaluation(anchor=not replica):
+    source.load_state(0)
+    with feeding.batches(source, replica) as batches, engine.evaluation(anchor=not replica):
         for left in reversed(range(steps)):
             advance(steps - left - 1, steps)
             own = () if waits else batches.next_step(rounds)
@@ -80,7 +81,7 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
     origin = find_origin(config, mesh)
     state = origin.saved.state if origin.saved else {}
     sizes = BatchSizeRampup.of(config, mesh.batch_ranks)
-    data_sets = evaluation_sets(config, tokenizer, sizes.target, state.get("ordered_for", {}))
+    sources = evaluation_sets(config, tokenizer, sizes.target, state.get("ordered_for", {}))
     decoder = build_decoder(config, mesh, Traffic(mesh.links))
     engine = shard_decoder(decoder, config, mesh)
     pipeline = build_pipeline(decoder, engine, config, mesh)
@@ -88,13 +89,13 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
     decoder.eval()
     feeding = Feeding(mesh, config.batch.micro_batch_size, pipeline.loss_rank, config.data.eod_mask_loss)
     lines = [f"weights of {origin.saved.path if origin.saved else config.checkpoint.load}"]
-    for label, data_set in data_sets.items():
-        steps = min(config.training.eval_iters, len(data_set) // sizes.target)
+    for label, source in sources.items():
+        steps = int(min(config.training.eval_iters * sizes.target, source.samples)) // sizes.target
         loss = mean_loss(
             engine,
             pipeline,
             feeding,
-            data_set,
+            source,
             steps=steps,
             micro_batches=sizes.target // sizes.quantum,
             interrupted=lambda: False,

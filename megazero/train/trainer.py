@@ -18,8 +18,8 @@ from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.config.options.skipping import due, iteration_ranges
 from megazero.config.schedule.sequence_lengths import SequenceLengths
-from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
+from megazero.data.source import Dataset, DatasetSource, SampleSource
 from megazero.log.exit_status import ExitStatus
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.objects import gather_objects
@@ -114,7 +114,10 @@ class Trainer:
     def stop(self, why: str) -> None:
         self.exits.asked = why
 
-    def mean_loss(self, data_set: Dataset, stoppable: bool = True, name: str = "") -> float | None:
+    def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
+        return self._mean_loss(DatasetSource(data_set), stoppable)
+
+    def _mean_loss(self, source: SampleSource, stoppable: bool, name: str = "") -> float | None:
         """Do as ``WatchedRun.mean_loss`` says. name: of the data, in lines that say how far it is."""
         sizes = self.length.batch_sizes
         self.decoder.eval()
@@ -122,7 +125,7 @@ class Trainer:
             self.engine,
             self.pipeline,
             self.feeding,
-            data_set,
+            source,
             steps=self.config.training.eval_iters,
             micro_batches=sizes.target // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
@@ -183,8 +186,9 @@ class Trainer:
         """Skip the iterations that --skip-train-iteration-range names from here on. Returns whether there are any."""
         last = next_to_leave_out(self.ranges, self.progress, self.length.last_iteration)
         if last is not None:
-            self.progress = leave_out(self.progress, last, self.length.batch_sizes)
-            batches.seek(self.progress.consumed_samples)
+            after = leave_out(self.progress, last, self.length.batch_sizes)
+            batches.skip(after.consumed_samples - self.progress.consumed_samples)
+            self.progress = replace(after, source=batches.state)
             self.note(f"left out: {self.progress.left_out[-1]}: --skip-train-iteration-range")
         return last is not None
 
@@ -236,6 +240,7 @@ class Trainer:
             self.progress,
             iteration=iteration,
             consumed_samples=batches.consumed,
+            source=batches.state,
             losses={**self.progress.losses, "lm_loss": loss},
             tokens=self.progress.tokens + batch.samples * batch.length,
         )
@@ -334,10 +339,10 @@ class Trainer:
             self.outputs.results(self.progress, results)
         self.progress = replace(self.progress, evaluation_pending=bool(due and self.exits.reason))
 
-    def _evaluate(self, data_sets: Mapping[str, Dataset], stoppable: bool = True) -> None:
-        """Report the mean loss of each data set by its name. If stoppable, it ends when the run is to stop."""
-        for name, data_set in data_sets.items():
-            loss = self.mean_loss(data_set, stoppable, name)
+    def _evaluate(self, data: Mapping[str, SampleSource], stoppable: bool = True) -> None:
+        """Report the mean loss on each source by its name. If stoppable, it ends when the run is to stop."""
+        for name, source in data.items():
+            loss = self._mean_loss(source, stoppable, name)
             if loss is None:
                 break
             self.callbacks.tell(Callback.evaluated, self.progress, name, loss)

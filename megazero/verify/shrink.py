@@ -18,6 +18,7 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.layout.context import BOTH, GATHER, SWAP
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import model_spec
+from megazero.config.options.data_sources import NO_DATA
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
 from megazero.config.run import all_options
@@ -51,7 +52,7 @@ CARRIED = ("model", "parallel", "zero", "outer", "precision", "optimizer", "batc
 INTERVAL, DELAY = 2, 1  # of outer steps, at most: steps from one meeting to the next, and steps of delay
 # A run of made-up tokens on CPUs.
 MADE_UP = {
-    "mock_data": True,
+    **NO_DATA,
     "eval_iters": 0,
     "device": "cpu",
     "init_method_std": INIT_STD,

@@ -12,6 +12,7 @@ from importlib import metadata
 import torch
 
 from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config.options.data_sources import NO_DATA
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.summary import describe
 from megazero.mesh.local_ranks import LocalRanks
@@ -261,7 +262,7 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         "seed": config.training.seed,
         "z_loss_strength": config.training.z_loss_strength,
         **{name: config.get(name) for name in OF_DOCUMENTS},
-        "mock_data": True,
+        **NO_DATA,
         "device": "cpu",
     }
     return make_config(values, World(tp * pp * d, tp * pp * d))

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
-from megazero.data import IndexedWriter
+from megazero.data.indexed import IndexedWriter
+from megazero.data.source import Dataset, DatasetSource, SampleSource
 from megazero.mesh.launch import Launch, read_launch
 from megazero.mesh.sealed import SECRET
 from megazero.mesh.starter import free_port
@@ -60,8 +61,8 @@ class _Recorder:
         self.ids: list = []
         self.texts: list[int] = []
 
-    def __call__(self, dataset: Any, **options: Any) -> Any:
-        made = self.batches(dataset, **options)
+    def __call__(self, source: SampleSource, **options: Any) -> Any:
+        made = self.batches(source, **options)
         if "consumed" in options:  # training, not evaluation
             sample_ids, next_step = made.sample_ids, made.next_step
             made.sample_ids = lambda count: self._note_ids(sample_ids(count))
@@ -191,6 +192,18 @@ def digest(root: str | os.PathLike) -> dict[str, str]:
     own = ("lease", SECRET)
     files = sorted(path for path in Path(root).rglob("*") if path.is_file() and path.stem not in own)
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def batches_of(other: Callable[[Dataset], Dataset]) -> Any:
+    """Stands for feeding.Batches: it makes those of the data set that ``other`` makes of a run's."""
+    original = feeding.Batches
+
+    def made(source: DatasetSource, **options: Any) -> Any:
+        changed = DatasetSource(other(source.data_set))
+        changed.load_state(source.state())
+        return original(changed, **options)
+
+    return made
 
 
 def write_data(

@@ -8,13 +8,8 @@ from typing import Any
 
 from megazero.bounded import read_bytes
 from megazero.config.errors import WRONG_PATH, ConfigError
-from megazero.config.options.data_inputs import (
-    DATA_WORDS,
-    SPLITS,
-    missing_file,
-    parse_data_path,
-    parse_weighted_splits,
-)
+from megazero.config.options.data_inputs import DATA_WORDS, SPLITS
+from megazero.config.options.data_sources import data_kind
 from megazero.config.options.fields import show
 from megazero.config.run import RunConfig, all_options
 
@@ -59,13 +54,6 @@ def read_data_files(values: dict[str, Any], notes: list[str]) -> list[str]:
 
 def refuse_missing_data(config: RunConfig) -> None:
     """Raise ConfigError with a line for each data set of the run that is not there, before anything is written."""
-    data = config.data
-    parts = SPLITS if config.training.eval_iters else SPLITS[:1]
-    prefixes = parse_data_path(data.data_path)[0]
-    for part in parts:
-        prefixes += parse_data_path(getattr(data, f"{part}_data_path"))[0]
-        groups = parse_weighted_splits(getattr(data, f"{part}_weighted_split_paths")).values()
-        prefixes += [prefix for blend in groups for prefix in blend.prefixes]
-    missing = list(filter(None, map(missing_file, dict.fromkeys(prefixes))))
-    if missing:
+    splits = SPLITS if config.training.eval_iters else SPLITS[:1]
+    if missing := list(data_kind(config.data).missing(config.data, splits)):
         raise ConfigError(missing)

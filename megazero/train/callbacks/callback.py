@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megazero.config import RunConfig
-from megazero.data.build import Dataset
+from megazero.data.source import Dataset
 from megazero.log.metrics import IterationMetrics
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import numpy as np
 
 from megazero.config import RunConfig
-from megazero.config.options.data_inputs import SPLITS, Blend, parse_blend, parse_weighted_splits
-from megazero.config.options.sections import DataConfig
-from megazero.data import load_tokenizer
+from megazero.config.options.data_inputs import SPLITS
+from megazero.config.options.data_sources import data_kind
 from megazero.data.blend import BlendedDataset
-from megazero.data.build import Dataset, blends_by_share, build_dataset
 from megazero.data.gpt import SampleSpec
 from megazero.data.sampler import replica_shares
-from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.data.source import DataPart, DatasetSource, OpenPart, SampleSource
+from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.log.units import plural
 from megazero.train.schedule.run_length import RunLength
@@ -25,16 +25,15 @@ from megazero.train.state.progress import Progress
 # Samples that replicas are compared by, and how far their shares of one member may be apart: of weights that no
 # period of turns divides it is below 0.02, of powers of two 0.25 to 1.
 JUDGED, ALIKE = 65_536, 0.05
-Sources = dict[tuple[str, str], Blend | None]  # by part (train, valid, test) and name; None is mock data
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data sets of a run. It evaluates ``valid``, by name, while it trains, and ``test`` at its end."""
+    """The samples of a run. It evaluates ``valid``, by name, while it trains, and ``test`` at its end."""
 
-    train: Dataset
-    valid: Mapping[str, Dataset]
-    test: Mapping[str, Dataset]
+    train: SampleSource
+    valid: Mapping[str, SampleSource]
+    test: Mapping[str, SampleSource]
 
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
@@ -59,63 +58,53 @@ def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def data_sources(data: DataConfig) -> Sources:
-    """Return the blend of each part and name. A name is empty unless the data was given one.
-
-    The test share of --split is not used: it is for those who evaluate the model later.
-    """
-    if data.mock_data:
-        return {("train", ""): None, ("valid", ""): None}
-    if data.data_path:
-        blends = blends_by_share(data.data_path, data.split)
-        return {(split, ""): blends[split] for split in ("train", "valid")}
-    sources: Sources = {}
-    for split in SPLITS:
-        if words := getattr(data, f"{split}_data_path"):
-            sources[split, ""] = parse_blend(words)
-        groups = parse_weighted_splits(getattr(data, f"{split}_weighted_split_paths"))
-        sources |= {(split, name if split != "train" else ""): blend for name, blend in groups.items()}
-    return sources
-
-
 def make_datasets(
     config: RunConfig, tokenizer: TokenizerInfo, length: RunLength, begin: Progress
 ) -> tuple[RunData, Progress]:
-    """Open the data to train on and to evaluate on.
+    """Open the data to train on, where the run begins, and to evaluate on.
 
     Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
-    Raises ValueError if the data is too short for the run.
+    Raises ValueError if the data is too short for the run, or of another kind than what was consumed.
     """
-    data, evaluated = config.data, config.training.eval_iters * length.batch_sizes.target
-    spec = _samples(config, tokenizer)
-    made: dict[tuple[str, str], Dataset] = {}
-    wanted: dict[str, int] = {}  # samples from the first one on
-    for (split, name), blend in data_sources(data).items():
-        count = length.samples if split == "train" else evaluated
-        if not count:
-            continue
-        label = _label(split, name)
-        before = begin.ordered_for.get(label, 0)
-        made[split, name] = found = build_dataset(
-            split, blend, spec, count, ordered_for=before, cache_dir=data.data_cache_path
-        )
-        wanted[label] = count
-        if len(found) < count:
+    evaluated = config.training.eval_iters * length.batch_sizes.target
+    counts = {"train": length.samples, "valid": evaluated, "test": evaluated}
+    made: dict[DataPart, SampleSource] = {}
+    for (split, name), source in _opened(config, tokenizer, counts, begin.ordered_for):
+        made[split, name] = source
+        if source.samples < counts[split]:
             raise ValueError(
-                f"the {label} data has {len(found)} samples and the run takes {count}: lower "
-                f"{_most(split, len(found), config, length, begin)}, add data, or give the blend weights "
-                "(they repeat data)"
+                f"the {_label(split, name)} data has {source.samples} samples and the run takes {counts[split]}: "
+                f"lower {_most(split, int(source.samples), config, length, begin)}, add data, or give the blend "
+                "weights (they repeat data)"
             )
     by_part = {part: {name: d for (split, name), d in made.items() if split == part} for part in SPLITS}
-    progress = _keep_order(begin, {_label(*key): data_set for key, data_set in made.items()}, wanted)
-    return RunData(by_part["train"][""], by_part["valid"], by_part["test"]), progress
+    train = by_part["train"][""]
+    train.load_state(begin.consumed_samples if begin.source is None else begin.source)
+    return RunData(train, by_part["valid"], by_part["test"]), _keep_order(begin, made, counts)
 
 
-def unlike_replicas(data: Dataset, consumed: int, replicas: int, block: int) -> Iterator[str]:
+def _opened(
+    config: RunConfig, tokenizer: TokenizerInfo, counts: Mapping[str, int], ordered_for: Mapping[str, int]
+) -> Iterator[tuple[DataPart, SampleSource]]:
+    """Open each part of the data, at its beginning, of which samples are wanted: ``counts`` of each of SPLITS.
+
+    ordered_for: that of the run's progress, whose order is kept.
+    """
+    data = config.data
+    masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask
+    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks)
+    parts: Mapping[DataPart, OpenPart] = resolve_name(data_kind(data).parts)(data)
+    for (split, name), open_part in parts.items():
+        if count := counts[split]:
+            yield (split, name), open_part(spec, count, ordered_for.get(_label(split, name), 0))
+
+
+def unlike_replicas(source: SampleSource, consumed: int, replicas: int, block: int) -> Iterator[str]:
     """Yield a note if the samples after ``consumed`` give outer replicas lastingly different mixtures of a blend.
 
     block: consecutive samples of a replica.
     """
+    data = source.data_set if isinstance(source, DatasetSource) else None
     if replicas == 1 or not isinstance(data, BlendedDataset):
         return
     shares = replica_shares(data.member[consumed : consumed + JUDGED], replicas, block)
@@ -131,39 +120,21 @@ def unlike_replicas(data: Dataset, consumed: int, replicas: int, block: int) -> 
 
 def evaluation_sets(
     config: RunConfig, tokenizer: TokenizerInfo, batch: int, ordered_for: Mapping[str, int]
-) -> dict[str, Dataset]:
+) -> dict[str, SampleSource]:
     """Open the data that a run evaluates on, by label: whole global batches of ``batch`` samples, up to --eval-iters.
 
     ordered_for: that of the run's progress, whose order is kept. Raises ValueError for data of less than a batch.
     """
-    data, spec, made = config.data, _samples(config, tokenizer), dict[str, Dataset]()
     count = config.training.eval_iters * batch
-    for (split, name), blend in data_sources(data).items():
-        label = _label(split, name)
-        if split == "train" or not count:
-            continue
-        order = ordered_for.get(label, 0)
-        made[label] = build_dataset(
-            split, blend, spec, count, ordered_for=order, cache_dir=data.data_cache_path
-        )
-        if len(made[label]) < batch:
+    opened = _opened(config, tokenizer, {"train": 0, "valid": count, "test": count}, ordered_for)
+    made = {_label(*part): source for part, source in opened}
+    for label, source in made.items():
+        if source.samples < batch:
             raise ValueError(
-                f"the {label} data has {len(made[label])} samples of {spec.seq_length} tokens, and a global batch "
-                f"{batch}: lower --global-batch-size, or add data"
+                f"the {label} data has {source.samples} samples of {config.model.seq_length} tokens, and a global "
+                f"batch {batch}: lower --global-batch-size, or add data"
             )
     return made
-
-
-def _samples(config: RunConfig, tokenizer: TokenizerInfo) -> SampleSpec:
-    data = config.data
-    return SampleSpec(
-        config.model.seq_length,
-        config.training.seed,
-        tokenizer,
-        data.eod_mask_loss,
-        data.reset_position_ids,
-        data.reset_attention_mask,
-    )
 
 
 def _label(split: str, name: str) -> str:
@@ -180,15 +151,18 @@ def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin:
     return f"--train-iters to at most {begin.iteration + more}"
 
 
-def _keep_order(begin: Progress, made: Mapping[str, Dataset], wanted: Mapping[str, int]) -> Progress:
-    """``begin`` with the numbers to save, and a note for each data set whose order could not be kept."""
+def _keep_order(
+    begin: Progress, made: Mapping[DataPart, SampleSource], wanted: Mapping[str, int]
+) -> Progress:
+    """``begin`` with the numbers to save, and a note for each part of the data whose order could not be kept."""
     numbers, notes = dict(begin.ordered_for), list(begin.notes)  # data that is not used now keeps its number
-    for name, data_set in made.items():
-        before, numbers[name] = numbers.get(name, 0), data_set.ordered_for
-        if before and data_set.ordered_for != before:
+    for part, source in made.items():
+        name = _label(*part)
+        before, numbers[name] = numbers.get(name, 0), source.ordered_for
+        if before and source.ordered_for != before:
             notes.append(
                 f"the order of the {name} data was made for {before} samples, which take fewer passes over the data "
-                f"than the {wanted[name]} that are wanted now: {_consequence(name, begin)}"
+                f"than the {wanted[part[0]]} that are wanted now: {_consequence(name, begin)}"
             )
     return dataclasses.replace(begin, notes=tuple(notes), ordered_for=numbers)
 

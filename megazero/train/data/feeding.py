@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megazero.cp import ContextParallel
-from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
+from megazero.data.source import SampleSource
 from megazero.mesh.mesh import Mesh
 
 Batch = Mapping[str, Any]  # of tensors
@@ -40,14 +40,15 @@ class Feeding:
     loss_rank: int
     masked: bool
 
-    def batches(self, data_set: Dataset, alone: bool = False, **position: int) -> Batches:
+    def batches(self, source: SampleSource, alone: bool = False, **position: int) -> Batches:
         """Return this rank's batches, which lie in pinned memory if they go to CUDA: the copy waits otherwise.
 
-        alone: the ranks of its outer replica have all of the data among them.
+        alone: the ranks of its outer replica have all of the data among them. position: the number of consumed
+        samples, where the source does not stand at its beginning.
         """
         mesh = self.mesh
         return Batches(
-            data_set,
+            source,
             micro_batch_size=self.micro_batch_size,
             rank=mesh.replica_batch_rank if alone else mesh.batch_rank,
             size=mesh.replica_batch_ranks if alone else mesh.batch_ranks,

@@ -17,6 +17,7 @@ from megazero.checkpoint.manifest import open_manifest
 from megazero.config import RunConfig
 from megazero.config.layout.outer import feeds_back, keeps_momentum
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
+from megazero.config.options.data_sources import SOURCES
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
 from megazero.config.read.beginning import Chosen, checkpoint_to_load
@@ -37,11 +38,7 @@ TRACKERS = {
 SAMPLE_ORDER = (
     ("training", "seed"),
     ("model", "seq_length"),
-    ("data", "data_path"),
-    ("data", "split"),
-    ("data", "train_data_path"),
-    ("data", "train_weighted_split_paths"),
-    ("data", "mock_data"),
+    *(("data", name) for kind in SOURCES.values() for name in kind.order),
 )
 
 

@@ -54,7 +54,8 @@ class Progress:
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
     the last one. tokens: those it was trained on, without those of iterations left out and those that growing lengths
     drop. base: the model whose weights the run began with, or "" for random ones. license: that model's, as model
-    cards have it. starts: those whose flags changed.
+    cards have it. starts: those whose flags changed. source: where the source of samples stands (data/source.py:
+    SampleSource.state); None: it is the number of consumed samples.
     """
 
     iteration: int = 0
@@ -70,12 +71,14 @@ class Progress:
     base: str = ""
     license: Mapping[str, str] = field(default_factory=dict)
     starts: tuple[Started, ...] = ()
+    source: Any = None
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types: all but the notes and the checkpoint's own path."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
+            **({} if self.source in (None, self.consumed_samples) else {"source": self.source}),
             "run_id": self.run_id,
             "ordered_for": dict(self.ordered_for),
             "owes_evaluation": self.evaluation_pending,
@@ -109,6 +112,7 @@ class Progress:
         return cls(
             iteration=state["iteration"],
             consumed_samples=state["consumed_samples"],
+            source=state.get("source"),
             run_id=state["run_id"],
             ordered_for=state.get("ordered_for", {}),
             evaluation_pending=state.get("owes_evaluation", False),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megazero.checkpoint import store
-from megazero.data.build import MockDataset
 from megazero.data.gpt import SampleSpec
+from megazero.data.mock import MockDataset
 from megazero.log.metrics import read_metrics
 from megazero.train.generate import Sampling, load_text_model, sample_tokens
 from tests.dist.pool import run_ranks

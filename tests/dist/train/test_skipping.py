@@ -10,7 +10,7 @@ import pytest
 from megazero.log.metrics import read_metrics
 from megazero.train.data import feeding
 from tests.dist.pool import run_ranks
-from tests.dist.runs import Seen, Values, checkpoint_of, differences, train, train_all
+from tests.dist.runs import Seen, Values, batches_of, checkpoint_of, differences, train, train_all
 
 # 4, 4, 4, 8, 8, 12, 12, 12; iterations 3 to 5 take the samples 8 to 27
 RAMP = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12, "train_iters": 8}
@@ -32,7 +32,7 @@ class Without:
 
 def train_without(values: Values, begin: int, end: int) -> Seen:
     original = feeding.Batches
-    feeding.Batches = lambda dataset, **rest: original(Without(dataset, begin, end), **rest)
+    feeding.Batches = batches_of(lambda dataset: Without(dataset, begin, end))
     try:
         return train(values)
     finally:

@@ -12,7 +12,7 @@ import pytest
 from megazero.train.callbacks import spikes
 from megazero.train.data import feeding
 from tests.dist.pool import run_ranks
-from tests.dist.runs import Seen, Values, train
+from tests.dist.runs import Seen, Values, batches_of, train
 
 WRONG = range(12 * 8, 14 * 8)  # the samples of the iterations 13 and 14
 BASE = {"train_iters": 18, "lr": 2e-2, "lr_warmup_iters": 0, "save_interval": 5, "save_keep_last": 3}
@@ -39,7 +39,7 @@ class Wrong:
 def train_wrong(jobs: list[Values]) -> list[Seen | str]:
     """What was seen of each job, or the spike's error."""
     original, usual, row = feeding.Batches, spikes.USUAL, spikes.IN_A_ROW
-    feeding.Batches = lambda dataset, **rest: original(Wrong(dataset), **rest)
+    feeding.Batches = batches_of(Wrong)
     spikes.USUAL, spikes.IN_A_ROW = 4, 2
     try:
         return [seen_or_error(job) for job in jobs]

@@ -13,7 +13,7 @@ import pytest
 from megazero.checkpoint.store import CheckpointError
 from megazero.cli.preprocess import main
 from megazero.config import ConfigError, make_config
-from megazero.data import IndexedDataset
+from megazero.data.indexed import IndexedDataset
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs, stdlib_sources
 from megazero.data.tokenizer import GPT2BPETokenizer

@@ -18,6 +18,8 @@ from megazero.data.blend import blend_order, normalize
 from megazero.data.build import blends_by_share, build_dataset, split_bounds
 from megazero.data.gpt import SampleSpec, sample_starts
 from megazero.data.indexed import IndexedWriter
+from megazero.data.mock import MockDataset
+from megazero.data.source import DatasetSource
 from megazero.data.tokenizer import TokenizerInfo, write_meta
 from megazero.models.masking import Masking
 from megazero.train.data.datasets import unlike_replicas
@@ -42,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def ours(
-    words: list[str] | None,
+    words: list[str],
     cache: Path | None,
     *,
     split: str = "969,30,1",
@@ -54,7 +56,7 @@ def ours(
     spec = SampleSpec(
         **{"seq_length": 32, "seed": 1234, "tokenizer": TOKENIZER, "eod_mask_loss": True, **changes}
     )
-    blends = dict.fromkeys(SPLITS) if words is None else blends_by_share(words, split)
+    blends = blends_by_share(words, split)
     return [
         build_dataset(name, blends[name], spec, count, ordered_for=before, cache_dir=cache) if count else None
         for name, count, before in zip(SPLITS, samples, ordered_for, strict=True)
@@ -171,7 +173,7 @@ def test_weighted_splits_take_their_share_of_the_documents(
         assert name == "EN"
         same(build_dataset(split, blend, SPEC, count, cache_dir=tmp_path / "c"), right)
     blend = parse_weighted_split(f"x:1 0.25:0.5 {a},3 0.5:1 {b}")[1]
-    members = build_dataset("train", blend, SPEC, 20, cache_dir=tmp_path / "c").members  # type: ignore[attr-defined]
+    members = build_dataset("train", blend, SPEC, 20, cache_dir=tmp_path / "c").members  # type: ignore[union-attr]
     assert sorted(members[0].documents) == list(range(53, 106))  # of 211
     assert sorted(members[1].documents) == list(range(30, 60))
 
@@ -361,10 +363,11 @@ def test_documents_are_megatrons(positions: bool, attention: bool) -> None:
             assert torch.equal(dense[0].isinf(), mask)
 
 
-def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:
-    train, valid, test = ours(None, tmp_path, samples=(5, 3, 0), seq_length=4000)
-    assert (len(train), len(valid), test) == (5, 3, None)
-    sample, again = train[2], ours(None, tmp_path, samples=(9, 3, 0), seq_length=4000)[0][2]
+def test_mock_data_is_deterministic_and_learnable() -> None:
+    spec = SampleSpec(4000, 1234, TOKENIZER, eod_mask_loss=True)
+    train, valid = MockDataset(5, 0, spec), MockDataset(3, 1, spec)
+    assert (len(train), len(valid)) == (5, 3)
+    sample, again = train[2], MockDataset(9, 0, spec)[2]
     assert all(np.array_equal(sample[name], again[name]) for name in sample)
     assert not np.array_equal(sample["tokens"], valid[2]["tokens"])
     tokens, labels = sample["tokens"], sample["labels"]
@@ -377,11 +380,11 @@ def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:
 
 def test_a_start_with_such_replicas_says_so(data: list[str]) -> None:
     blend = ["0.6", data[0], "0.3", data[1], "0.1", data[2]]
-    (train, *_) = ours(blend, None, samples=(400, 0, 0))
+    train = DatasetSource(ours(blend, None, samples=(400, 0, 0))[0])
     (note,) = unlike_replicas(train, 0, 2, 1)
     for part in (data[1], "40%", "20%", "1 sample in turn", "--micro-batch-size"):
         assert part in note
-    for consumed, replicas, block in ((0, 1, 1), (0, 2, 2), (len(train), 2, 1)):
+    for consumed, replicas, block in ((0, 1, 1), (0, 2, 2), (train.samples, 2, 1)):
         assert not list(unlike_replicas(train, consumed, replicas, block))
-    (alone, *_) = ours([data[0]], None)
+    alone = DatasetSource(ours([data[0]], None)[0])
     assert not list(unlike_replicas(alone, 0, 2, 1))

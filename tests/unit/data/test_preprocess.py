@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megazero import cli
-from megazero.data import IndexedDataset
+from megazero.data.indexed import IndexedDataset
 from megazero.data.preprocess import Counts, Job, cut, preprocess
 from megazero.data.text import find_inputs, json_lines
 from megazero.data.tokenizer import check_meta, load_tokenizer

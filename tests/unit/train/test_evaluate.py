@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megazero.cli import main
 from megazero.comm.hops import Traffic
 from megazero.config import ConfigError, World
+from megazero.data.source import DatasetSource
 from megazero.log.metrics import METRICS_FILE
 from megazero.mesh.launch import Launch
 from megazero.train.evaluate_command import _leave, evaluation_config
@@ -94,7 +95,7 @@ def test_an_outer_replica_that_waits_for_another_ones_evaluation_keeps_step_with
     )
     engine = SimpleNamespace(evaluation=lambda anchor: nullcontext(), traffic=Traffic())
     loss = mean_loss(
-        *cast(Any, (engine, SimpleNamespace(loss_rank=0), feeding, ())),
+        *cast(Any, (engine, SimpleNamespace(loss_rank=0), feeding, DatasetSource(()))),
         steps=3,
         micro_batches=1,
         interrupted=lambda: False,

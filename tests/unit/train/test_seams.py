@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import training_flops
-from megazero.data.build import MockDataset
 from megazero.data.gpt import SampleSpec
+from megazero.data.mock import MockDataset
 from megazero.data.tokenizer import NullTokenizer
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch

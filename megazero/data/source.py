@@ -1,0 +1,92 @@
+"""What samples come from: a source, which hands them out one after the other.
+
+A run knows this protocol alone: checkpoints keep a source's state unread, a resume loads it, iterations that are left
+out skip samples, and sampler.py deals samples to ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megazero.data.gpt import Sample, SampleSpec
+
+
+class SampleSource(ABC):
+    """Hands out the samples of a part of the data. Its state alone decides which ones, so all ranks agree on them.
+
+    samples: how many it has from its beginning on; infinite if nobody knows. ordered_for: the number of samples that
+    their order was made for, or 0 where the order is the same for any number.
+    """
+
+    samples: float = math.inf
+    ordered_for: int = 0
+
+    @abstractmethod
+    def batch(self, count: int, own: range) -> list[Sample]:
+        """Consume the next ``count`` samples, and return those of them, counted from 0, that are in ``own``.
+
+        A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s], loss_mask float32 [s], and
+        position_ids and document_starts int64 [s] where they are asked for. Raises ValueError if it has fewer.
+        """
+
+    @abstractmethod
+    def state(self) -> Any:
+        """Return where it stands, in JSON types.
+
+        It does not change when the source goes on, and is the same on every rank, whatever ``own`` was.
+        """
+
+    @abstractmethod
+    def load_state(self, state: Any) -> None:
+        """Go to where ``state`` was returned, or to the beginning, which is 0.
+
+        Raises ValueError for the state of another kind of source.
+        """
+
+
+# A part of the data: train, valid or test, and its name, which is empty unless the data was given one.
+DataPart = tuple[str, str]
+# Opens a part at its beginning. It takes how samples are cut, how many are wanted, and ``ordered_for`` of an earlier
+# start, or 0: that order is kept if it holds so many.
+OpenPart = Callable[[SampleSpec, int, int], SampleSource]
+
+
+class Dataset(Protocol):
+    """Samples by number, as a source returns them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class DatasetSource(SampleSource):
+    """The samples of a data set in the order of their numbers. Its state is the number of the next one."""
+
+    def __init__(self, data_set: Dataset, ordered_for: int = 0) -> None:
+        self.data_set, self.samples, self.ordered_for = data_set, len(data_set), ordered_for
+        self._next = 0
+
+    def batch(self, count: int, own: range) -> list[Sample]:
+        first, end = self._next, self._next + count
+        if end > (size := len(self.data_set)):
+            raise ValueError(
+                f"the data has {size} samples; {first} are consumed and the next batch takes {count}: "
+                f"train for fewer samples or iterations, add data, or give the blend weights (they repeat data)"
+            )
+        found = [self.data_set[first + i] for i in own]
+        self._next = end
+        return found
+
+    def state(self) -> int:
+        return self._next
+
+    def load_state(self, state: Any) -> None:
+        if not isinstance(state, int):
+            raise ValueError(
+                f"the checkpoint stands at {state!r} of data of another kind: name the data that it was trained on, "
+                "or start a new run from its weights (--finetune)"
+            )
+        self._next = state
