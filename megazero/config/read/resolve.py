@@ -133,7 +133,7 @@ def _of_load(draft: Draft) -> None:
 
 
 def _as_now(name: str, value: Any) -> Any:
-    """Return a checkpoint's value of an option. Lists of JSON, and a number where several may stand now, are tuples."""
+    """Return a checkpoint's value: a tuple for a list of JSON, and for one number where several may stand now."""
     option = all_options().get(name)
     several = option is not None and option.kind == "ints" and value is not None
     return tuple(value if isinstance(value, list) else [value]) if several else value
