@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import gcd, log, prod
 from operator import mul
@@ -111,12 +111,11 @@ class Grid:
         """
         heads, near = self.cp // self.cp_keys, min(self.cp, max(1, self.ranks_per_node // self.dp_stride))
         inside = max(1, near // heads)
+        spec, stride, across = partial(_spec, self.levels), self.dp_stride, self.cp_keys // inside
         return (
-            _spec(self.levels, "cp_heads", "cp", heads, self.dp_stride),
-            _spec(self.levels, "cp_keys_intra", "cp", inside, self.dp_stride * heads),
-            _spec(
-                self.levels, "cp_keys_inter", "cp", self.cp_keys // inside, self.dp_stride * heads * inside
-            ),
+            spec("cp_heads", "cp", heads, stride),
+            spec("cp_keys_intra", "cp", inside, stride * heads),
+            spec("cp_keys_inter", "cp", across, stride * heads * inside),
         )
 
     @property
@@ -170,13 +169,11 @@ class Grid:
     @property
     def row_axes(self) -> tuple[AxisSpec, ...]:
         """Return the axes by which every rank's row of scalars comes to all, outermost first: one for each level."""
-        node = AxisSpec(self.levels[0].name, "rows", self.ranks_per_node, 1, self.levels[0].link)
-        return (
-            *(
-                AxisSpec(f"{low.name}s", "rows", high.size // low.size, low.size, high.link)
-                for low, high in reversed(list(pairwise(self.levels)))
-            ),
-            node,
+        names = (self.levels[0].name, *(f"{level.name}s" for level in self.levels))
+        sizes = (1, *(level.size for level in self.levels))
+        return tuple(
+            AxisSpec(name, "rows", level.size // below, below, level.link)
+            for name, level, below in reversed([*zip(names, self.levels, sizes, strict=False)])
         )
 
     @property
@@ -215,13 +212,6 @@ def replica_size(world_size: int, ranks_per_node: int, outer: int) -> int:
     return world_size // outer
 
 
-def data_ranks_per_node(
-    world_size: int, ranks_per_node: int, tp: int, pp: int = 1, dp_outermost: bool = False
-) -> int:
-    """Return h, which is how many ranks of one data-parallel group share a node (``data_ranks``)."""
-    return data_ranks(make_levels(world_size, ranks_per_node), tp, pp, dp_outermost)[0]
-
-
 def data_ranks(levels: Sequence[Level], tp: int, pp: int = 1, dp_outermost: bool = False) -> tuple[int, ...]:
     """Return how many ranks of one data-parallel group share each level below the whole: first h, those of a node.
 
@@ -244,26 +234,22 @@ def data_ranks(levels: Sequence[Level], tp: int, pp: int = 1, dp_outermost: bool
             f"a node of {ranks_per_node} ranks does not hold whole groups of "
             f"--tensor-model-parallel-size {tp}; nearest: {nearest_divisor(ranks_per_node, tp)}"
         )
-    if not problems:
-        found = [_data_ranks(level, world_size // (tp * pp), tp, pp, dp_outermost) for level in levels[:-1]]
-        problems = [each for each in found if isinstance(each, str)][:1]
     if problems:
         raise ValueError("; ".join(problems))
-    return tuple(each for each in found if isinstance(each, int))
+    return tuple(_data_ranks(level, world_size // (tp * pp), tp, pp, dp_outermost) for level in levels[:-1])
 
 
-def _data_ranks(level: Level, d: int, tp: int, pp: int, dp_outermost: bool) -> int | str:
-    """Return how many of the d ranks of a data-parallel group share a level, or what is illegal about it."""
+def _data_ranks(level: Level, d: int, tp: int, pp: int, dp_outermost: bool) -> int:
     inner = tp * pp if dp_outermost else tp  # ranks between neighbours of a data-parallel group
     if dp_outermost and level.size % inner and inner % level.size:
         room = level.size // tp
-        return (
+        raise ValueError(
             f"pipelines of {pp} stages inside nodes (tp, pp, dp order) straddle {level.name}s that hold {room} "
             f"stages each unevenly; nearest pipeline sizes: {nearest_divisor(room, pp)} or a multiple of {room}"
         )
     room = max(level.size // inner, 1)
     if d % min(d, room) or room % min(d, room):
-        return (
+        raise ValueError(
             f"data-parallel groups of {d} ranks straddle {level.name}s that hold {room} each unevenly; nearest "
             f"data-parallel sizes: {gcd(d, room)} or a multiple of {room}"
         )

@@ -10,7 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config, resolve_shards
-from megazero.mesh.grid import data_ranks, data_ranks_per_node
+from megazero.mesh.grid import data_ranks
 from megazero.mesh.levels import make_levels
 
 Layout = tuple[int, int, int, str, str | None, bool]  # tp, dp, per_node, shards, lifetime, sequence_parallel
@@ -266,7 +266,7 @@ def layouts(worlds: Sequence[tuple[int, int]]) -> Iterator[Layout]:
     """
     for tp, dp in worlds:
         for per_node in (n for n in range(1, tp * dp + 1) if tp * dp % n == 0 and n % tp == 0):
-            h = data_ranks_per_node(tp * dp, per_node, tp)
+            h = data_ranks(make_levels(tp * dp, per_node), tp)[0]
             seen: set[Any] = set()
             for shards, lifetime in product((*PRESETS, *EXPLICIT), LIFETIMES):
                 try:
@@ -299,7 +299,7 @@ def preset_product() -> list[Case]:
     for layout in layouts(UP_TO_FOUR):
         tp, dp, per_node, shards, lifetime, sequence = layout
         if shards in PRESETS and lifetime is None:
-            factors = resolve_shards(shards, dp, data_ranks_per_node(tp * dp, per_node, tp)).factors
+            factors = resolve_shards(shards, dp, data_ranks(make_levels(tp * dp, per_node), tp)[0]).factors
             named.setdefault((tp, dp, per_node, factors, sequence), layout)
     dimensions: tuple[Sequence[Any], ...] = (MICRO_BATCHES, TIED, RECOMPUTE, DTYPES)
     found = []

@@ -113,7 +113,10 @@ class InterLevel:
 
     gbits_per_s: float = option(MISSING, "rate of a rack, or of a site, in Gb/s", low=LEAST, required=True)
     parts: int = option(
-        2, "racks or sites that the nodes divide into, in their order", low=2, aliases=("racks", "sites")
+        2,
+        "racks or sites that the nodes divide into, in their order",
+        low=2,
+        aliases=tuple(f"{name}s" for name in BETWEEN),
     )
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
     efficiency: float = option(0.8, "share of the line rate that collectives reach", low=LEAST, high=1)

@@ -128,7 +128,15 @@ def _of_load(draft: Draft) -> None:
     manifest = draft.beginning.manifest
     if manifest and draft.beginning.goes_on(completed):
         draft.path = draft.beginning.path
-        draft.saved = {n: v for section in manifest.configuration.values() for n, v in section.items()}
+        saved = (pair for section in manifest.configuration.values() for pair in section.items())
+        draft.saved = {name: _as_now(name, value) for name, value in saved}
+
+
+def _as_now(name: str, value: Any) -> Any:
+    """Return a checkpoint's value: a tuple for a list of JSON, and for one number where several may stand now."""
+    option = all_options().get(name)
+    several = option is not None and option.kind == "ints" and value is not None
+    return tuple(value if isinstance(value, list) else [value]) if several else value
 
 
 def _of_megatrons_model(draft: Draft) -> None:

@@ -14,7 +14,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megazero.config import resolve_shards
-from megazero.mesh.grid import data_ranks_per_node
+from megazero.mesh.grid import data_ranks
+from megazero.mesh.levels import make_levels
 from tests.dist.parity_cases import (
     DTYPES,
     FAMILIES,
@@ -56,7 +57,7 @@ def places(sizes: Sequence[tuple[int, int, int]]) -> Iterator[Place]:
         nodes = [n for n in range(tp, world + 1) if world % n == 0 and n % tp == 0]
         for per_node, outermost in product(nodes, (False, True) if dp > 1 else (False,)):
             try:
-                h = data_ranks_per_node(world, per_node, tp, pp, outermost)
+                h = data_ranks(make_levels(world, per_node), tp, pp, outermost)[0]
             except ValueError:
                 continue
             seen: set[Any] = set()

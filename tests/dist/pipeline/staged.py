@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from megazero import zero
-from megazero.mesh.grid import data_ranks_per_node
+from megazero.mesh.grid import data_ranks
+from megazero.mesh.levels import make_levels
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero.unit import Unit
 from tests.dist.quantised import cases as quantised
@@ -31,7 +32,7 @@ class Staged(Case):
     dp_outermost: bool = False
 
     def shards(self, world: int) -> tuple[int, ...]:
-        h = data_ranks_per_node(world, self.per_node, 1, self.pp, self.dp_outermost)
+        h = data_ranks(make_levels(world, self.per_node), 1, self.pp, self.dp_outermost)[0]
         sizes = {"1": 1, "h": h, "d": world // self.pp}
         return tuple(sizes[letter] for letter in self.letters)
 

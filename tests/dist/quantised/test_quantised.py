@@ -220,8 +220,9 @@ def codec_of(block: int):
 @st.composite
 def odd_cases(draw) -> Case:
     block = draw(st.sampled_from([8, 16, 32]))
-    weights, intra, inter = (draw(codec_of(block)) for _ in range(3))
-    codecs = zero.Codecs(weights, intra, inter, weights is not None and draw(st.booleans()))
+    weights, *sums = (draw(codec_of(block)) for _ in range(3))
+    gradients = {link: codec for link, codec in zip((INTRA, INTER), sums, strict=True) if codec is not None}
+    codecs = zero.Codecs(weights, gradients, weights is not None and draw(st.booleans()))
     shapes = st.lists(st.tuples(st.integers(1, 99)), min_size=1, max_size=4)
     return Case(
         draw(st.sampled_from([*LETTERS, "hdd", "1hd", "111"])),

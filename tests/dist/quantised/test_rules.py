@@ -193,7 +193,8 @@ def test_counters_equal_the_formula(world, per_node, tp):
     if (world, per_node) == (8, 2):
         levels = {INTRA: Q8, INTER: Blockwise(8, 8), "inter_rack": Q4}
         three = [zero.Codecs(weights=Q4, delta=True, gradients={"inter_rack": Q4}), zero.Codecs(Q8, levels)]
-        cases = [Case(x, 2, c, 2, units=COUNTED, rack=2) for x in ("hrd", "hhd", "rrr") for c in three]
+        often = {"units": COUNTED, "options": {"prefetch_bytes": 0}, "rack": 2}
+        cases = [Case(x, 2, codecs, 2, **often) for x in ("hrd", "hhd", "rrr") for codecs in three]
     for case, ranks in by_case(world, several, counted, cases):
         got, regions, axes = ranks[0]
         assert all(rank[0] == got for rank in ranks), case

@@ -289,7 +289,7 @@ def test_a_resume_keeps_how_messages_were_coded(tmp_path):
     assert bare.zero == before.zero
     assert sum("--zero-gradient-transform hadamard" in note for note in bare.notes) == 1
     named = again("zeropp --zero-gradient-transform none --zero-gradient-bits 4").zero
-    assert (named.zero_gradient_transform, named.zero_gradient_bits) == ("none", 4)
+    assert (named.zero_gradient_transform, named.zero_gradient_bits) == ("none", (4,))
     weights = again("zeropp --no-zero-quantized-gradients").zero
     assert (weights.zero_gradient_transform, weights.zero_gradient_bits) == (None, None)
     for other in ("zero3", "zeropp --finetune"):

@@ -7,6 +7,7 @@ import pytest
 
 from megazero.config import PRESETS, resolve_shards
 from megazero.mesh.grid import shard_problem
+from tests.messages import refused
 
 SIZES = [(d, h) for d in (*range(1, 17), 24, 36) for h in range(1, d + 1) if d % h == 0]
 
@@ -114,3 +115,15 @@ def test_hpz_partition_size():
     for preset in ("hpz", "zeropp"):  # a partition of 8 fits the factors' rule, but not one node
         with pytest.raises(ValueError, match="straddle nodes.*nearest: --zero-hpz-partition-size 4"):
             resolve_shards(preset, 8, 4, partition=8)
+
+
+def test_a_partition_may_be_the_ranks_of_a_rack():
+    """Of 8 data-parallel ranks 2 share a node, 4 a rack. zeropp's gradients stay where its parameters are."""
+    assert resolve_shards("hpz", 8, 2, partition=4, above=(4,)).factors == (4, 8, 8)
+    assert resolve_shards("zeropp", 8, 2, partition=4, above=(4,)).factors == (4, 4, 8)
+    assert resolve_shards("zeropp", 8, 1, partition=2, above=(2,)).factors == (2, 2, 8)
+    assert resolve_shards("zeropp", 8, 2, above=(4,)).factors == (2, 2, 8)
+    with refused("straddle", "--zero-hpz-partition-size 4"):
+        resolve_shards("zeropp", 8, 2, partition=8, above=(4,))
+    with refused("G = 3", "per rack", "nearest legal: 4,4,8"):
+        resolve_shards("zeropp", 8, 2, partition=3, above=(4,))

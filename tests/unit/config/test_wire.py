@@ -19,6 +19,7 @@ from tests.messages import names
 from tests.sizes import SMALL
 
 TWO_NODES, ONE_NODE = World(8, 4), World(4, 4)
+RACK = "inter_rack"
 ZEROPP = {"zero_preset": "zeropp"}
 INT8 = {**ZEROPP, "zero_quantized_weights_delta": False}
 BOTH = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -237,6 +238,33 @@ def test_numeric_choices_are_numbers_in_files_too():
     with pytest.raises(ConfigError, match="takes a whole number"):
         make_config({**SMALL, **ZEROPP, "zero_weight_bits": "eight"})
     assert make_config({**SMALL, **ZEROPP, "zero_weight_bits": "4"}).zero.zero_weight_bits == 4
+
+
+def test_each_link_has_its_format():
+    """4 nodes of 2 ranks in 2 racks: bits for the links across nodes, the lowest first; the last for all others."""
+    racks = {**ZEROPP, "level_sizes": (2,)}
+    for bits, sent in ((None, (4, 4)), ((8,), (8, 8)), ((8, 4), (8, 4))):
+        found = wire(World(8, 2), **racks, zero_gradient_bits=bits).gradients
+        assert {link: coding.bits for link, coding in found.items()} == dict(
+            zip((INTER, RACK), sent, strict=True)
+        )
+        mixed = {coding.hadamard for coding in found.values()}
+        assert mixed == ({0} if sent == (8, 8) else {64}), (
+            "one transform, so that nothing is mixed between hops"
+        )
+    one_rack = wire(World(4, 2), **racks, zero_gradient_bits=(8, 4)).gradients
+    assert [*one_rack] == [INTER], "a world in one rack has no other link"
+    said = summary(World(8, 2), **racks, zero_gradient_bits=(8, 4), zero_hpz_partition_size=4)
+    names(
+        said, "P,G,OS = 4,4,8", "across nodes INT8 with every micro-batch", "across racks INT4 once per step"
+    )
+    for changes, about in (
+        ({**ZEROPP, "zero_gradient_bits": (8, 4)}, ("1 kind of link", "nearest: 8")),
+        ({**racks, "zero_gradient_bits": (8, 7)}, ("7 is not one of 8, 4",)),
+        ({"level_sizes": (3,)}, ("--level-sizes 3", "nearest: 2")),
+    ):
+        (line,) = errors(World(8, 2), **changes)
+        names(line, *about)
 
 
 # -- the summary -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from megazero.log.metrics import (
     read_metrics,
 )
 from megazero.log.time_bill import TimeBill, items_over
+from megazero.mesh.levels import links_of
 from tests.messages import refused
 
 
@@ -180,6 +181,15 @@ def test_time_bill_is_exclusive_and_adds_up() -> None:
         "compute": 23.0, "exposed_gather_intra": 4.0, "exposed_reduce_inter": 3.0, "data": 1.0, "other": 32.0,
     }  # fmt: skip
     assert bill.close(5.0)["other"] == 5.0  # a new iteration starts empty
+
+
+def test_a_bill_tells_the_links_of_every_level_apart() -> None:
+    bill = TimeBill(Clock(), links_of(1))
+    bill.add("exposed_reduce_inter_rack", 3.0)
+    found = bill.close(4.0)
+    assert found["exposed_reduce_inter_rack"] == 3.0 and tuple(found) == items_over(links_of(1))
+    assert {*items_over(links_of(1))} - {*items_over()} == {n for n in found if n.endswith("_rack")}
+    assert "exposed_outer_inter_rack" in found and "exposed_tp_inter_rack" not in found
 
 
 def test_time_bill_refuses_what_does_not_add_up() -> None:

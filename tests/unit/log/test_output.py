@@ -98,6 +98,10 @@ def test_numbers_for_people() -> None:
         "1.00k tokens/s | 0.1 TFLOP/s per rank | sent 10 B in node, 4.56 MB across | memory 30 B | skipped 2 | "
         "left 8 min 18 s"
     )
+    sent = {"intra_node_bytes": 10, "inter_node_bytes": 20, "inter_rack_bytes": 30}
+    assert "| sent 10 B in node, 20 B across, 30 B across racks |" in interval_line(
+        _line(5, sent=sent), 9, ""
+    )
     scaled = interval_line(_line(5, extra={"loss_scale": 65536.0, "mfu": 0.4}), 5, "")
     assert (
         scaled.endswith("| memory 30 B | loss scale 65536") and "0.1 TFLOP/s per rank (40.0% MFU)" in scaled

@@ -8,8 +8,8 @@ from math import prod
 
 import pytest
 
-from megazero.mesh.grid import Grid, data_ranks_per_node, expert_problem, make_grid, shard_problem
-from megazero.mesh.levels import INTER, INTRA
+from megazero.mesh.grid import Grid, data_ranks, expert_problem, make_grid, shard_problem
+from megazero.mesh.levels import INTER, INTRA, make_levels
 from tests.messages import refused
 
 
@@ -23,7 +23,7 @@ def layouts() -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int, int],
         world = nodes * per_node
         if world % (tp * pp):
             continue
-        d, h = world // (tp * pp), data_ranks_per_node(world, per_node, tp, pp)
+        d, h = world // (tp * pp), data_ranks(make_levels(world, per_node), tp, pp)[0]
         for shards in product(divisors(d), repeat=3):
             if not shard_problem(shards, d, h):
                 yield (world, per_node, tp, pp), shards, d, h

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 import pytest
 
 from megazero.mesh import launch
-from megazero.mesh.grid import data_ranks_per_node, make_grid
+from megazero.mesh.grid import data_ranks, make_grid
 from megazero.mesh.launch import (
     Launch,
     allocator_settings,
     computes_on_host,
     cuda_settings,
 )
-from megazero.mesh.levels import INTER, INTRA
+from megazero.mesh.levels import INTER, INTRA, make_levels
 from tests.messages import refused
 
 
@@ -22,7 +22,7 @@ from tests.messages import refused
 def test_axes_tile_the_world(tp, pp, nodes, per_node):
     world = nodes * per_node
     d = world // (tp * pp)
-    h = data_ranks_per_node(world, per_node, tp, pp)
+    h = data_ranks(make_levels(world, per_node), tp, pp)[0]
     legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
     for shards in itertools.combinations_with_replacement(legal, 3):
         if shards[1] % shards[0] or shards[2] % shards[1]:

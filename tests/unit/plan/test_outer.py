@@ -131,6 +131,43 @@ def test_what_some_groups_send_between_sites_counts_as_between_sites() -> None:
     assert base.link(0, 1) == INTER_SITE, "of nodes 2 and 3"
 
 
+def test_a_rack_below_a_site_is_a_level_of_its_own() -> None:
+    """4 racks of 2 nodes on 2 sites: each message takes the delays of what it crosses, at the rate of the slowest."""
+    above = {
+        "inter_rack": InterLevel(1.0, 4, latency_us=100.0),
+        INTER_SITE: InterLevel(0.1, 2, latency_us=20_000.0),
+    }
+    on = replace(cluster(8, 2), above=above)
+    assert [level.name for level in on.levels] == ["node", "rack", "site", "cluster"]
+    assert on.level_sizes == (2, 4) and on.slow_part == "site"
+    cut = layout({"zero_shard": (2, 4, 16), "level_sizes": (2, 4)}, on)
+    links = {axis.name: cut.base.collectives.link_of(axis) for axis in cut.grid.data_axes}
+    assert links == {
+        "p_intra": "intra_node",
+        "g_inter": INTER,
+        "os_inter_rack": "inter_rack",
+        "os_inter_site": INTER_SITE,
+    }
+    whole, sent = layout({"zero_shard": (2, 2, 16)}, on).grid.data_axes[-1], 1e6
+    cost = cut.base.collectives.of_axis("gather", whole, sent)
+    assert cost.latency == pytest.approx(0.02 + 1e-4, rel=0.01)  # to the other site, and to its other rack
+    assert cost.seconds - cost.latency == pytest.approx(2 * sent / (0.1e9 / 8 * 0.8))
+    assert on.with_slow_link(0.2, 0.0).above == {
+        **above,
+        INTER_SITE: replace(above[INTER_SITE], gbits_per_s=0.2),
+    }
+    with refused("4 racks", "3 sites"):
+        replace(on, above={**above, INTER_SITE: InterLevel(0.1, 3)})
+
+
+def test_layouts_that_are_cut_at_the_rack_are_proposed() -> None:
+    on = replace(cluster(4, 2), above={"inter_rack": InterLevel(0.1, 2)})
+    (best,) = Search(question(on), on, "zeropp").best(1)
+    names(" ".join(layout_flags(best.layout.config)), "--level-sizes 2")
+    (plain,) = Search(question(on, level_sizes=()), on, "zeropp").best(1)
+    assert best.timing.seconds < plain.timing.seconds and plain.layout.grid.levels[-1].link == INTER
+
+
 def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
     for gbits, hidden in ((100.0, True), (0.01, False)):
         at_once, late = (layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits)) for delay in (0, 1))

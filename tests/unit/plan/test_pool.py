@@ -16,6 +16,7 @@ from megazero.comm.wire import Codecs, Coding
 from megazero.config.layout.shards import Shards
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.mesh.grid import make_grid
+from megazero.mesh.levels import INTER
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
 from megazero.plan.memory import States, gathered
@@ -48,9 +49,8 @@ def test_the_bytes_of_a_step(
 ) -> None:
     """Of 3 layers in bf16 and 2 micro-batches, on 2 nodes of 2."""
     weights, gradients, delta = CODECS[codecs]
-    made = zero.Codecs(
-        weights and Blockwise(*weights), None, gradients and Blockwise(*gradients), delta=delta
-    )
+    coded = {INTER: Blockwise(*gradients)} if gradients else {}
+    made = zero.Codecs(weights and Blockwise(*weights), coded, delta)
     policy = zero.Policy(codecs=made, block=BLOCK, prefetch_bytes=prefetch_bytes)
     cluster = Cluster(CPU, 3, monkeypatch, shards=shards, policy=policy)
     monkeypatch.setattr(Wire, "gather", alike)
@@ -62,9 +62,8 @@ def test_the_bytes_of_a_step(
             cluster.module(cluster.inputs).sum().backward()
         assert not cluster.engine.step().skipped
     sent = +Counter(cluster.engine.traffic.bytes)
-    formats = Formats(
-        2, 4, Codecs(weights and Coding(*weights), None, gradients and Coding(*gradients), delta)
-    )
+    planned = {INTER: Coding(*gradients)} if gradients else {}
+    formats = Formats(2, 4, Codecs(weights and Coding(*weights), planned, delta))
     units = [UnitShape(unit.layout.numel, 0, made != zero.Codecs()) for unit in cluster.engine.units]
     copies = Copies([[[0], [1], [2]]], shards[0] == 1, prefetch_bytes)
     program = [("F", 0), ("B", 0)] * MICRO_BATCHES

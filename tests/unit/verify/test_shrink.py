@@ -142,6 +142,20 @@ def test_uneven_stages_stay_uneven(words: str, wanted: list[int]) -> None:
     assert found.config.num_micro_batches(found.layout.world) == (4 if len(wanted) > 2 else 3)
 
 
+def test_a_large_world_keeps_its_levels() -> None:
+    words = "--world-size 128 --ranks-per-node 8 --global-batch-size 512 --level-sizes 4"
+    for more, sizes, shards in (
+        ("--zero-preset zeropp --zero-hpz-partition-size 32", (2,), (4, 4, 8)),
+        ("--zero-shard 8,32,128", (2,), (2, 4, 8)),
+        ("--zero-preset zeropp --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2", (2,), (2, 2, 8)),
+    ):
+        found = shrunk(f"{words} {more}")
+        world, parallel = found.layout.world, found.config.parallel
+        assert parallel.level_sizes == sizes and found.config.shards(world).factors == shards
+        h, rack = found.config.data_ranks(world)
+        assert (h, rack, found.config.shard_ranks(world)) == (2, 4, 8), more
+
+
 def test_a_large_world_keeps_every_cut() -> None:
     words = (
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --zero-preset zeropp --num-query-groups 8 "
@@ -285,7 +299,7 @@ def test_what_comes_again_within_the_bytes_stays(prefetch_bytes: int, expected: 
 
 def test_zeropp_crosses_nodes_once_per_step() -> None:
     grid = make_grid(4, 2, shards=(2, 2, 4))
-    formats = Formats(2, 4, Codecs(Coding(4, 64), None, Coding(4, 64), delta=True))
+    formats = Formats(2, 4, Codecs(Coding(4, 64), {INTER: Coding(4, 64)}, delta=True))
     unit, copies = UnitShape(4096, 0, True), Copies([[[0]]])
     sent = {}
     for count in (1, 4):

@@ -15,7 +15,7 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.mesh.grid import AxisSpec, make_grid
-from megazero.mesh.levels import INTER
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero.build import Placed, _refuse_different_starts
 from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted
@@ -57,7 +57,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_for_the_next(
     shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No NaN in padding, which blocks that were not finite bring."""
-    codecs = zero.Codecs(CODED, CODED, CODED)
+    codecs = zero.Codecs(CODED, {INTRA: CODED, INTER: CODED})
     runs = []
     for factors in ((1.0, 1.0), (1.0, torch.inf, 1.0)):
         cluster = engine(monkeypatch, shards, codecs=codecs)
@@ -151,7 +151,7 @@ def test_a_chain_uses_the_axes_that_it_states(
         return submit(lane, unit, plan, followed(plan, chain), **more)
 
     monkeypatch.setattr(Lane, "submit", submitted)
-    codecs = zero.Codecs(CODED, CODED, CODED) if coded else zero.Codecs()
+    codecs = zero.Codecs(CODED, {INTRA: CODED, INTER: CODED}) if coded else zero.Codecs()
     cluster = engine(monkeypatch, shards, codecs=codecs)
     for _ in range(2):
         step(cluster)
