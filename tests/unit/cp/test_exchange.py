@@ -124,7 +124,7 @@ def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.M
         peers = Peers(rank, rank, 2, near=1, kind="cp", traffic=traffic)  # type: ignore[arg-type]
         cp = ContextParallel(keys=(Peers(), peers), codec=codec)
         k, v = (torch.randn(shape, generator=generator, requires_grad=True) for _ in range(2))
-        gathered = gather(k, v, cp)
+        gathered = gather((k, v), cp)
         weights = torch.randn(2, *gathered[0].shape, generator=generator)
         (weights * torch.stack(gathered)).sum().backward()
         assert k.grad is not None and v.grad is not None
