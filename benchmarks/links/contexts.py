@@ -44,7 +44,7 @@ def config_of(way: str, length: int, world: World) -> RunConfig:
 
 def sent_by_a_node(config: RunConfig, grid: Grid) -> int:
     """Return the formula's bytes that leave a node in a step."""
-    forward, backward = layer_exchanges(config, next(mixers_of(config.model)), grid, Activation.of(config, 4))
+    forward, backward = layer_exchanges(config, mixers_of(config.model)[0], grid, Activation.of(config, 4))
     rows = sum(each.row * each.others.get(INTER, 0) for each in (*forward, *backward))
     return LAYERS * grid.ranks_per_node * rows
 

@@ -62,7 +62,7 @@ def layer_kind(options: Any, index: int) -> LayerKind:
         options.rotary_base if local is None else local,
         options.rotary_scaling if local is None else "none",
         options.num_experts is not None and _chosen(options, "moe_layer_freq", index),
-        *mixers(options),
+        mixers(options)[0],
     )
 
 

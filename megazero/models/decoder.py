@@ -200,11 +200,11 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config, tp, cp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
         own, losses = [i for s in self.stages for i in s.layers], balance or BalanceLosses()
-        kinds = {i: layer_kind(config, i) for i in own}
+        kinds = {str(i): layer_kind(config, i) for i in own}
         self.layers = nn.ModuleDict(
             {
-                str(i): DecoderLayer(config, kind, tp, cp, ep, recompute, losses, **factory)
-                for i, kind in kinds.items()
+                n: DecoderLayer(config, kind, tp, cp, ep, recompute, losses, **factory)
+                for n, kind in kinds.items()
             }
         )
         self.balance_losses = losses

@@ -70,7 +70,7 @@ def layer_activations(
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * (layer.mixer.out / tp + again) + 4 * heads) + scores
+        core = tokens * (width * (layer.mixer.work.out / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
 

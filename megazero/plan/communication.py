@@ -590,7 +590,7 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
         return unit * forward + _sums(activation, 2), unit * backward
     if not isinstance(module, LayerSpec):
         return unit * forward, unit * backward
-    norms = 2 * _sums(activation, module.mixer.norm_sums) // activation.tp  # a ring's all-reduce
+    norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce
     if config.training.recompute_granularity != "full":
         return unit * forward + norms, unit * backward + norms
     # The backward repeats the forward, but for the last sum if nothing reads it.

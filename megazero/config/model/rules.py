@@ -199,8 +199,8 @@ def _shared(model: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Return what ranks share of all mixers, by flag, and of it what several of them may hold copies of."""
     shared, copied = dict[str, int](), dict[str, int]()
     for mixer in mixers_of(model):
-        shared |= mixer.cut
-        copied |= mixer.copied
+        evenly, again = mixer.shared()
+        shared, copied = shared | evenly, copied | again
     return shared, copied
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from megazero.config.model.mixers import MIXERS, MixerOptions, usual_names
+from megazero.config.model.mixers import MIXERS, MixerOptions
 from megazero.config.options.fields import option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
@@ -246,8 +246,8 @@ class ModelConfig(MixerOptions):
 
         Modules of a mixer that these do not name have its own names.
         """
-        names = self.family_names
-        return replace(names, layer={**usual_names(), **names.layer})
+        usual = {module: there for mixer in MIXERS.values() for module, there in mixer.names.items()}
+        return replace(self.family_names, layer={**usual, **self.family_names.layer})
 
     @property
     def family_names(self) -> TensorNames:

@@ -206,7 +206,7 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     norms, h = LAYER_NORMS[c.transformer_block_type], c.hidden_size
     mixer, mlp = MIXERS[choices.mixer](c), _experts(c) if choices.experts else _mlp(c)
     blocks = (
-        ("input_norm", mixer.parameters),
+        ("input_norm", mixer.parameters()),
         ("attention_output_norm", ()),
         ("mlp_norm", mlp.parameters),
         ("mlp_output_norm", ()),
@@ -225,8 +225,8 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
         parameters,
         inputs=1 + (not choices.experts or shared),
         outputs=1 + (not choices.experts or shared),
-        moved=Elements(10 * h, mixer.moved + mlp.moved),
-        kept=Elements(streams * h, mixer.kept + mlp.kept),
+        moved=Elements(10 * h, mixer.work.moved + mlp.moved),
+        kept=Elements(streams * h, mixer.work.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         mixer=mixer,
         experts=choices.experts,
@@ -330,7 +330,7 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
     pairs = 0
     for kind in spec.layers:
         windows = Counter(choices.window for choices in layer_kinds(config, kind.places))
-        pairs += kind.mixer.pair * sum(
+        pairs += kind.mixer.work.pair * sum(
             count * (length**2 - (max(0, length - window) ** 2 if window else 0))
             for window, count in windows.items()
             for length in lengths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,14 +19,9 @@ class MixerOptions(SoftmaxOptions):
     """The options of all mixers."""
 
 
-def mixers_of(c: Any) -> Iterator[Mixer]:
-    """Yield the mixers that layers of the model ``c`` have."""
-    yield from (MIXERS[name](c) for name in layer_kinds.mixers(c))
+def mixers_of(c: Any) -> list[Mixer]:
+    """Return the mixers that layers of the model ``c`` have."""
+    return [MIXERS[name](c) for name in layer_kinds.mixers(c)]
 
 
-def usual_names() -> dict[str, str | tuple[str, int]]:
-    """Return what Hugging Face calls the modules of all mixers, where a family does not say otherwise."""
-    return {module: there for mixer in MIXERS.values() for module, there in mixer.names.items()}
-
-
-__all__ = ["MIXERS", "Mixer", "MixerOptions", "mixers_of", "usual_names"]
+__all__ = ["MIXERS", "Mixer", "MixerOptions", "mixers_of"]

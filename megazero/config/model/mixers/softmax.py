@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megazero.config.model.mixers.mixer import Heads, Mixer
+from megazero.config.model.mixers.mixer import Heads, Mixer, TokenWork
 from megazero.config.model.parameters import Backbone, ParameterSpec, column, norm, row
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.fields import option
@@ -48,11 +48,6 @@ class SoftmaxOptions(Backbone):
     def query_projection_size(self) -> int:
         """Return the output width of the query linear, which is the input width of the attention's output linear."""
         return self.num_attention_heads * self.kv_channels
-
-    @property
-    def kv_projection_size(self) -> int:
-        """Return the output width of the key linear, which is also that of the value linear."""
-        return self.num_query_groups * self.kv_channels
 
     @property
     def attention_scale(self) -> float:
@@ -110,40 +105,22 @@ class Softmax(Mixer):
         found = {"num_query_groups": heads, "add_attention_bias": done.get("add_bias_linear")}
         return {**found, **({"kv_channels": width} if width else {})}
 
-    @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        c, (q, kv) = self.c, self._projections
-        heads, groups = c.num_attention_heads, c.num_query_groups
+        c = self.c
+        (heads, groups, width, *_), bias = self.heads, c.qkv_bias
+        q, kv = heads * width, groups * width
         parameters = [
-            *column(c, "attention.q_proj", q, c.qkv_bias, heads),
-            *column(c, "attention.k_proj", kv, c.qkv_bias, groups),
-            *column(c, "attention.v_proj", kv, c.qkv_bias, groups),
+            *column(c, "attention.q_proj", q, bias, heads),
+            *column(c, "attention.k_proj", kv, bias, groups),
+            *column(c, "attention.v_proj", kv, bias, groups),
             *row(c, "attention.o_proj", q, c.add_attention_bias),
         ]
         for name, rows, count in (("attention.q_norm", q, heads), ("attention.k_norm", kv, groups)):
             if c.qk_norm == "head":
-                parameters += norm(c, name, c.kv_channels, own_heads=True)
+                parameters += norm(c, name, width, own_heads=True)
             elif c.qk_norm == "all-heads":
                 parameters += norm(c, name, rows, 0, count)
         return tuple(parameters)
-
-    @property
-    def moved(self) -> int:
-        return 4 * sum(self._projections)
-
-    @property
-    def kept(self) -> int:
-        # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
-        q, kv = self._projections
-        return 3 * q + 2 * kv + (q + kv if self.c.qk_norm != "none" else 0)
-
-    @property
-    def norm_sums(self) -> int:
-        return 2 if self.c.qk_norm == "all-heads" else 0
-
-    @property
-    def _projections(self) -> tuple[int, int]:
-        return self.c.query_projection_size, self.c.kv_projection_size
 
     @property
     def heads(self) -> Heads:
@@ -151,15 +128,18 @@ class Softmax(Mixer):
         return Heads(c.num_attention_heads, c.num_query_groups, width, width, width, c.attention_scale)
 
     @property
-    def cut(self) -> dict[str, int]:
-        return {"--num-attention-heads": self.c.num_attention_heads}
-
-    @property
-    def copied(self) -> dict[str, int]:
-        groups = self.c.num_query_groups
-        return {"--num-query-groups": groups} if groups != self.c.num_attention_heads else {}
+    def work(self) -> TokenWork:
+        q, kv = self.c.query_projection_size, self.c.num_query_groups * self.c.kv_channels
+        # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
+        kept = 3 * q + 2 * kv + (q + kv if self.c.qk_norm != "none" else 0)
+        return TokenWork(4 * (q + kv), kept, pair=2 * q, out=q, norm_sums=2 * (self.c.qk_norm == "all-heads"))
 
     @property
     def words(self) -> str:
-        heads = self.heads
-        return f"{heads.number} heads of {heads.width}, {heads.groups} of keys and values"
+        c = self.c
+        return f"{c.num_attention_heads} heads of {c.kv_channels}, {c.num_query_groups} of keys and values"
+
+    def shared(self) -> tuple[dict[str, int], dict[str, int]]:
+        heads, groups = self.c.num_attention_heads, self.c.num_query_groups
+        copied = {"--num-query-groups": groups} if groups != heads else {}
+        return {"--num-attention-heads": heads}, copied
