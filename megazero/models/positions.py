@@ -106,11 +106,9 @@ class Positions:
         the length depends on s, not on documents. Layers with the same width, base and scaling share them.
         """
         width = MIXERS[kind.mixer](self.config).heads.rotated
-        choices: dict[str, Any] = {
-            "kv_channels": width,
-            "rotary_base": kind.rotary_base,
-            "rotary_scaling": kind.rotary_scaling,
-        }
+        # Of heads that are no wider than what positions turn.
+        choices: dict[str, Any] = {"kv_channels": width}
+        choices |= {"rotary_base": kind.rotary_base, "rotary_scaling": kind.rotary_scaling}
         name = ("rope", *choices.values())
 
         def of_samples() -> tuple[Tensor, Tensor]:

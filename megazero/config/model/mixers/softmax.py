@@ -101,14 +101,12 @@ class Softmax(Mixer):
     @classmethod
     def derived(cls, done: Mapping[str, Any]) -> dict[str, Any]:
         hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
-        width = max(1, hidden // heads) if hidden and heads and heads > 0 else None
         found = {"num_query_groups": heads, "add_attention_bias": done.get("add_bias_linear")}
-        return {**found, **({"kv_channels": width} if width else {})}
+        return found | ({"kv_channels": max(1, hidden // heads)} if hidden and heads and heads > 0 else {})
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        c = self.c
-        (heads, groups, width, *_), bias = self.heads, c.qkv_bias
-        q, kv = heads * width, groups * width
+        c, (heads, groups, width, *_) = self.c, self.heads
+        q, kv, bias = heads * width, groups * width, c.qkv_bias
         parameters = [
             *column(c, "attention.q_proj", q, bias, heads),
             *column(c, "attention.k_proj", kv, bias, groups),
