@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks import harness
 from megazero.config import RunConfig, World, make_config
+from megazero.config.model.mixers import mixers_of
 from megazero.cp import ContextParallel
 from megazero.mesh.grid import Grid
 from megazero.mesh.levels import INTER
@@ -44,7 +45,7 @@ def config_of(way: str, length: int, world: World) -> RunConfig:
 
 def sent_by_a_node(config: RunConfig, grid: Grid) -> int:
     """Return the formula's bytes that leave a node in a step."""
-    forward, backward = layer_exchanges(config, grid, Activation.of(config, 4))
+    forward, backward = layer_exchanges(config, mixers_of(config.model)[0], grid, Activation.of(config, 4))
     rows = sum(each.row * each.others.get(INTER, 0) for each in (*forward, *backward))
     return LAYERS * grid.ranks_per_node * rows
 

@@ -10,6 +10,7 @@ from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_
 from megazero.config.layout.pipeline import stage_costs
 from megazero.config.layout.shards import AUTO, QUANTISED, Shards
 from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights
+from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import active_count, parameter_count
 from megazero.config.options.fields import show
@@ -161,7 +162,7 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     experts += f" and shared ones of {shared}" if shared else ""
     parts = [
         f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
-        f"{m.num_attention_heads} heads of {m.kv_channels}, {m.num_query_groups} of keys and values",
+        f"{', '.join(mixer.words for mixer in mixers_of(m))}",
         f"{positions[m.position_embedding_type]}, {norm}, {activation}, {biases}, "
         f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",
         *([f"{experts}, in {count('experts')} layers"] if m.num_experts else []),

@@ -16,24 +16,27 @@ derivative is 0 almost everywhere. Gradients travel exactly: nothing has measure
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megazero.cp.context import ContextParallel
 
 
-def swap(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, ...]:
-    """Return all tokens of this rank's group, with its share of the heads: q, k and v with s x size tokens.
+def swap(parts: Sequence[Tensor], cp: ContextParallel) -> Sequence[Tensor]:
+    """Return all tokens of this rank's group, with its share of the heads: each part with s x size tokens.
 
-    ``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d], with this rank's s tokens and any dtype. Heads
-    and ranks divide (config/model/rules.py). With fewer key/value heads than ranks, neighbours receive the one that
-    their query heads share. Without other ranks nothing is done.
+    Parts, such as queries, keys and values, are [s, b, heads, d] with this rank's s tokens, one dtype, and heads and
+    widths of their own. Heads and ranks divide (config/model/rules.py). With fewer heads than ranks, neighbours
+    receive the one that their queries share. Without other ranks nothing is done.
     """
     if cp.heads.size == 1:
-        return q, k, v
-    parts = [_dealt(x, cp.heads.size) for x in (q, k, v)]
-    rows = cp.heads.swap(torch.cat(parts, 3))
-    return rows.flatten(0, 1).split([part.shape[3] for part in parts], 2)
+        return parts
+    dealt = [_dealt(x, cp.heads.size) for x in parts]
+    rows = cp.heads.swap(torch.cat([x.flatten(3) for x in dealt], 3)).flatten(0, 1)
+    own = rows.split([x.shape[3] * x.shape[4] for x in dealt], 2)
+    return [x.unflatten(2, part.shape[3:]) for x, part in zip(own, dealt, strict=True)]
 
 
 def swap_back(out: Tensor, cp: ContextParallel) -> Tensor:
@@ -43,18 +46,19 @@ def swap_back(out: Tensor, cp: ContextParallel) -> Tensor:
     return cp.heads.swap(out.unflatten(0, (cp.heads.size, -1))).movedim(0, 2).flatten(2, 3)
 
 
-def gather(k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
-    """Return ``k`` and ``v`` [s, b, kv heads, d], which have the tokens of this rank's group, with those of all
-    groups, in the order of the sequence. One group has all of them.
+def gather(parts: Sequence[Tensor], cp: ContextParallel) -> Sequence[Tensor]:
+    """Return keys and values [s, b, heads, d], which have the tokens of this rank's group, with those of all groups,
+    in the order of the sequence. One group has all of them. Parts of one shape travel together.
     """
     if cp.groups == 1:
-        return k, v
+        return parts
+    if any(part.shape != parts[0].shape for part in parts):
+        return [each for part in parts for each in gather((part,), cp)]
     inside, across = cp.keys
-    rows = inside.gather(across.gather(torch.stack((k, v)), cp.codec, cp.observers))
+    rows = inside.gather(across.gather(torch.stack(tuple(parts)), cp.codec, cp.observers))
     groups = [row for across in rows.unbind(1) for row in across.unbind(0)]
     first, second = zip(*(row.chunk(2, 1) for row in groups), strict=True)  # a group's chunks (own_spans)
-    k, v = torch.cat((*first, *reversed(second)), 1).unbind(0)
-    return k, v
+    return torch.cat((*first, *reversed(second)), 1).unbind(0)
 
 
 def _dealt(x: Tensor, ranks: int) -> Tensor:

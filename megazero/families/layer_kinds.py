@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Frequency = tuple[int, ...] | None
+SOFTMAX = "softmax"  # a mixer of tokens (config/model/mixers)
 MOST_LAYERS = 10_000  # of a model: a number beyond is a mistake, whose layers would be counted out for hours
 
 
@@ -39,6 +40,7 @@ class LayerKind:
     rotary: whether rotary positions turn its queries and keys. Their frequencies have the base ``rotary_base`` and
     the scaling ``rotary_scaling``.
     experts: whether its MLP is a mixture of experts.
+    mixer: the name of what mixes its tokens (config/model/mixers).
     """
 
     window: int | None
@@ -46,6 +48,7 @@ class LayerKind:
     rotary_base: float
     rotary_scaling: str
     experts: bool = False
+    mixer: str = SOFTMAX
 
 
 def layer_kind(options: Any, index: int) -> LayerKind:
@@ -59,7 +62,13 @@ def layer_kind(options: Any, index: int) -> LayerKind:
         options.rotary_base if local is None else local,
         options.rotary_scaling if local is None else "none",
         options.num_experts is not None and _chosen(options, "moe_layer_freq", index),
+        mixers(options)[0],
     )
+
+
+def mixers(options: Any) -> tuple[str, ...]:
+    """Return the names of the mixers of tokens that layers have. It asks no list of layers, which may be illegal."""
+    return (SOFTMAX,)
 
 
 def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[LayerKind]:

@@ -38,12 +38,6 @@ NAMES = TensorNames(
     layer_prefix="model.layers.",
     layer={
         "input_norm": "input_layernorm",
-        "attention.q_proj": "self_attn.q_proj",
-        "attention.k_proj": "self_attn.k_proj",
-        "attention.v_proj": "self_attn.v_proj",
-        "attention.o_proj": "self_attn.o_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
         "attention_output_norm": "post_attention_layernorm",
         "mlp_norm": "post_attention_layernorm",
         "mlp.gate_proj": "mlp.gate_proj",

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention import flex_attention as flex
 
 from megazero.config.model.attention import PLAIN, TORCH, Wants, able, pick, wants_of
+from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 from megazero.models.attention_pieces import by_pieces, cut
 from megazero.models.dropout import Key, keyed_randomness
@@ -394,11 +395,12 @@ def attention_note(
     if wants - PLAIN:
         return f"attention with {' and '.join(sorted(wants))}: --attention-backend {backend}"
     if backend == TORCH and device.type != "cpu":
-        heads = tp.share(model.num_attention_heads, "num_attention_heads")
-        if not fused(heads, heads, model.kv_channels, dtype, device, model.attention_dropout):
+        kernel = mixers_of(model)[0].heads
+        heads = tp.share(kernel.number, "num_attention_heads")
+        if not fused(heads, heads, kernel.width, dtype, device, model.attention_dropout):
             return (
                 "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused "
-                f"one takes {heads} heads of {model.kv_channels} in {_word(dtype)} on this GPU; bf16 and a head size "
+                f"one takes {heads} heads of {kernel.width} in {_word(dtype)} on this GPU; bf16 and a head size "
                 "that is a multiple of 8 get one, and --attention-backend math keeps no such matrix"
             )
     return None

@@ -27,7 +27,8 @@ from megazero.families.layer_kinds import layer_kind
 from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
 from megazero.models.experts import Experts, MixtureOfExperts
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, make_norm, soft_cap
+from megazero.models.layer import DecoderLayer, soft_cap
+from megazero.models.norm import make_norm
 from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
 from megazero.moe import Balance, BalanceLosses, Decision, ExpertParallel
@@ -199,9 +200,12 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config, tp, cp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
         own, losses = [i for s in self.stages for i in s.layers], balance or BalanceLosses()
-        mixture = {i: losses if layer_kind(config, i).experts else None for i in own}
+        kinds = {str(i): layer_kind(config, i) for i in own}
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config, tp, cp, ep, recompute, mixture[i], **factory) for i in own}
+            {
+                n: DecoderLayer(config, kind, tp, cp, ep, recompute, losses, **factory)
+                for n, kind in kinds.items()
+            }
         )
         self.balance_losses = losses
         tied = None

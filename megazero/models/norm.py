@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megazero.config.model.section import ModelConfig
 from megazero.tp import TensorParallel
 
 
@@ -170,3 +171,15 @@ def split_rms_norm(
 @torch._disable_dynamo
 def _split_rms_norm(tp: TensorParallel, eps: float, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return _SplitRMSNorm.apply(tp, eps, count, *tensors)
+
+
+def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> nn.Module:
+    """Return the configuration's norm over ``size`` elements, which is the hidden dim if it is not given."""
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    size = config.hidden_size if size is None else size
+    return kind(size, config.norm_epsilon, one_plus=config.apply_layernorm_1p, **factory)
+
+
+def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """Return the norm of ``x``, or ``x`` without one."""
+    return x if norm is None else norm(x)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.model.attention import ALIBI, wants_of
+from megazero.config.model.mixers import MIXERS
 from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import LayerKind
@@ -50,8 +51,8 @@ class Documents:
 class LayerTables(NamedTuple):
     """What the layers of one kind are given for one micro-batch, on the device and in the dtype of activations.
 
-    rotary: cosines [s, b or 1, 1, kv_channels] and sines [s, b or 1, 1, rotary_channels / 2], as Rotate takes them,
-    of a context-parallel rank's own tokens. None without rotary positions.
+    rotary: cosines [s, b or 1, 1, channels of a head] and sines [s, b or 1, 1, half of those that turn], as Rotate
+    takes them, of a context-parallel rank's own tokens. None without rotary positions.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -102,14 +103,18 @@ class Positions:
 
     def _rotary(self, kind: LayerKind, samples: _Samples) -> tuple[Tensor, Tensor]:
         """Positions are 0 .. s-1 unless documents have others. Tables are computed in fp64. A scaling that depends on
-        the length depends on s, not on documents. Layers with the same base and scaling share them.
+        the length depends on s, not on documents. Layers with the same width, base and scaling share them.
         """
-        name = ("rope", kind.rotary_base, kind.rotary_scaling)
+        width = MIXERS[kind.mixer](self.config).heads.rotated
+        # Of heads that are no wider than what positions turn.
+        choices: dict[str, Any] = {"kv_channels": width}
+        choices |= {"rotary_base": kind.rotary_base, "rotary_scaling": kind.rotary_scaling}
+        name = ("rope", *choices.values())
 
         def of_samples() -> tuple[Tensor, Tensor]:
-            own = replace(self.config, rotary_base=kind.rotary_base, rotary_scaling=kind.rotary_scaling)
+            own = replace(self.config, **choices)
             cos, sin = rotary_tables(own, samples.length)
-            cos = channel_cosines(cos, own.kv_channels, own.rotary_interleaved)
+            cos = channel_cosines(cos, width, own.rotary_interleaved)
             return cos[:, None, None].to(samples.like), sin[:, None, None].to(samples.like)
 
         cos, sin = _once(self._kept, name, of_samples)
@@ -123,7 +128,7 @@ class Positions:
         )
 
     def _attention(self, kind: LayerKind, samples: _Samples) -> AttentionTables:
-        """Layers with the same window share theirs; with documents, those of one micro-batch."""
+        """Layers with the same mixer and window share theirs; with documents, those of one micro-batch."""
         config, (length, like, documents, packed) = self.config, samples
         window = kind.window if kind.window is not None and kind.window < length else None
         chunks = self.cp.queries(length) if self.cp.groups > 1 else None
@@ -140,12 +145,14 @@ class Positions:
                 if ALIBI in wants
                 else (None, None)
             )
-            scale, cap = config.attention_scale, config.attn_logit_softcapping
+            scale, cap = MIXERS[kind.mixer](config).heads.scale, config.attn_logit_softcapping
             queries = None if chunks is None else tuple(chunks)
             masking = Masking(scale, cap, window, documents.starts, slopes, steps, queries)
             return make_tables(masking, backend, length, like)
 
-        return _once(self._kept if documents.starts is None else packed, ("attention", window), made)
+        return _once(
+            self._kept if documents.starts is None else packed, ("attention", kind.mixer, window), made
+        )
 
     def _alibi(self, length: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the slopes of this rank's heads, or scaled ALiBi's steps, as in Masking."""

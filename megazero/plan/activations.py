@@ -48,10 +48,11 @@ def layer_activations(
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens, (ranks, groups) = size * config.own_length, config.context_levels(world)
     share = tp if config.parallel.sequence_parallel else 1
-    stream, heads = model.hidden_size / share, layer.heads / tp
-    own = max(model.num_query_groups // tp, ranks) * 2 * model.kv_channels  # keys and values of a token
+    stream, heads = model.hidden_size / share, layer.mixer.heads.number / tp
+    # Keys and values of a token, with copies and without.
+    own, once = (sum(layer.mixer.exchanged(tp, each).gathered) for each in (ranks, 1))
     # Those that are there again: copies, since ranks outnumber the key/value heads, and what is gathered.
-    again = own - max(1, model.num_query_groups // tp) * 2 * model.kv_channels + (groups - 1) * own
+    again = own - once + (groups - 1) * own
     elements = layer.kept.stream / share + layer.kept.inner / tp + again
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     wide, pairs = max(width, 4), heads * model.seq_length
@@ -69,7 +70,7 @@ def layer_activations(
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * (layer.query / tp + again) + 4 * heads) + scores
+        core = tokens * (width * (layer.mixer.work.out / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
 

@@ -19,6 +19,7 @@ from megazero.config import RunConfig
 from megazero.config.layout.context import gather_coding
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
 from megazero.config.layout.wire import dispatch_coding
+from megazero.config.model.mixers import Mixer
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
@@ -404,7 +405,7 @@ def module_bytes(
         sent["tp", INTRA] += size
     if not isinstance(module, LayerSpec):
         return out
-    exchanges = layer_exchanges(config, grid, activation) if grid.cp > 1 else ([], [])
+    exchanges = layer_exchanges(config, module.mixer, grid, activation) if grid.cp > 1 else ([], [])
     for sent, made in zip(out, exchanges, strict=True):
         for exchange in made:
             for link, others in exchange.others.items():
@@ -448,7 +449,7 @@ class ContextExchange(NamedTuple):
 
 
 def layer_exchanges(
-    config: RunConfig, grid: Grid, activation: Activation
+    config: RunConfig, mixer: Mixer, grid: Grid, activation: Activation
 ) -> tuple[list[ContextExchange], list[ContextExchange]]:
     """Return the exchanges in a layer's forward and in its backward.
 
@@ -457,36 +458,35 @@ def layer_exchanges(
     gathered, across nodes and then inside the node, and their gradients are summed the other way round. A recompute
     repeats all, but of attention alone not the way back, which nothing reads.
     """
-    model, (heads, inside, across) = config.model, grid.cp_axes
-    queries = model.query_projection_size // activation.tp
-    keys = max(model.num_query_groups // activation.tp, heads.size) * model.kv_channels
-    # Bytes of a channel over the rank's tokens.
-    channel = activation.length * activation.samples * activation.width
+    heads, inside, across = grid.cp_axes
+    mixed, tokens = mixer.exchanged(activation.tp, heads.size), activation.length * activation.samples
+    channel = tokens * activation.width  # bytes of one over the rank's tokens
     there, back = (
         [ContextExchange(heads, grid.others(heads), channel * channels // heads.size)] * (heads.size > 1)
-        for channels in (queries + 2 * keys, queries)
+        for channels in (mixed.there, mixed.back)
     )
     hops = ((across, 1), (inside, across.size))  # of so many ranks' keys
     exact = [
-        ContextExchange(axis, grid.others(axis), 2 * keys * channel * size, True)
+        ContextExchange(axis, grid.others(axis), sum(mixed.gathered) * channel * size, True)
         for axis, size in hops
         if axis.size > 1
     ]
-    gathers = [_coded(each, config, keys * activation.length * activation.samples) for each in exact]
+    gathers = [_coded(each, config, [n * tokens for n in mixed.gathered]) for each in exact]
     sums = [ContextExchange(each.axis, each.others, each.row) for each in exact[::-1]]
     again = {"full": [*there, *gathers, *back], "selective": [*there, *gathers]}
     repeated = again.get(config.training.recompute_granularity, [])
     return [*there, *gathers, *back], [*repeated, *back, *sums, *there]
 
 
-def _coded(gather: ContextExchange, config: RunConfig, elements: int) -> ContextExchange:
-    """Return a gather of so many elements of keys, and as many of values, as it is sent: across nodes perhaps in the
-    format of --cp-gather-bits, as whole blocks."""
+def _coded(gather: ContextExchange, config: RunConfig, elements: Sequence[int]) -> ContextExchange:
+    """Return a gather of tensors of so many elements as it is sent: across nodes perhaps in the format of
+    --cp-gather-bits, each as whole blocks."""
     coding = gather_coding(config.parallel)
     if coding is None or gather.axis.link == INTRA:
         return gather
-    coded = -(-elements // coding.block) * coding.block
-    return ContextExchange(gather.axis, gather.others, 2 * coded_message(coded, coding), True, 2 * coded)
+    coded = [-(-n // coding.block) * coding.block for n in elements]
+    row = sum(coded_message(n, coding) for n in coded)
+    return ContextExchange(gather.axis, gather.others, row, True, sum(coded))
 
 
 class ExpertRows(NamedTuple):
@@ -584,7 +584,7 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
         return unit * forward + _sums(activation, 2), unit * backward
     if not isinstance(module, LayerSpec):
         return unit * forward, unit * backward
-    norms = 2 * _sums(activation, module.norm_sums) // activation.tp  # a ring's all-reduce
+    norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce
     if config.training.recompute_granularity != "full":
         return unit * forward + norms, unit * backward + norms
     # The backward repeats the forward, but for the last sum if nothing reads it.

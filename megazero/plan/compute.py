@@ -154,7 +154,7 @@ class Compute:
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
         matrices = 2 * tokens * layer.multiply_adds / tp
-        attention = 4 * tokens * keys * layer.query / tp
+        attention = 2 * tokens * keys * layer.mixer.work.pair / tp
         moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
         products = sum(p.multiplies for p in layer.parameters)
         weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
@@ -198,8 +198,9 @@ class Compute:
         again = again if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(Spent(forward + backward, tensor=into), Spent(tensor=out))
-        swaps = self._context_parallel() if is_layer(kind) else (0.0, 0.0)
-        exchanged = self._expert_parallel(self.spec.modules[kind])
+        swaps, exchanged = (
+            each(self.spec.modules[kind]) for each in (self._context_parallel, self._expert_parallel)
+        )
         there, back = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
         backward -= product
         return ModuleTimes(
@@ -266,14 +267,14 @@ class Compute:
         )
         return forward, backward
 
-    def _context_parallel(self) -> tuple[float, float]:
+    def _context_parallel(self, module: ModuleSpec) -> tuple[float, float]:
         """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what
         crosses counts, at the rate of the slowest link.
         """
         grid = self.grid
-        if grid is None or grid.cp == 1:
+        if grid is None or grid.cp == 1 or not isinstance(module, LayerSpec):
             return 0.0, 0.0
-        both = layer_exchanges(self.config, grid, self.activation)
+        both = layer_exchanges(self.config, module.mixer, grid, self.activation)
         forward, backward = (sum(map(self._exchange, exchanges)) for exchanges in both)
         return forward, backward
 

@@ -39,8 +39,8 @@ def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, 
 def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     """Return the multiply-adds of one token, which are a third of its forward and backward without recompute.
 
-    - A layer costs its matrices, and q * sequence for attention (the causal half), where q is the width of the
-      query linear. Where layers are of several kinds, each counts as the mean.
+    - A layer costs its matrices, and what its mixer multiplies with the causal half of the sequence. Where layers are
+      of several kinds, each counts as the mean.
     - The head costs h V. The accounting is that of config/model/spec.py.
     - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full') or of attention
       ('selective').
@@ -49,8 +49,8 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     """
     spec, again, layer = model_spec(model), 4 / 3, 0.0
     for kind in spec.layers:
-        attention = kind.query * model.seq_length * (again if recompute == "selective" else 1)
-        layer += (kind.multiply_adds + attention) * (len(kind.places) / model.num_layers)
+        mixed = kind.mixer.work.pair * model.seq_length / 2 * (again if recompute == "selective" else 1)
+        layer += (kind.multiply_adds + mixed) * (len(kind.places) / model.num_layers)
     if recompute == "full":
         layer *= again
     return Costs(embedding=model.hidden_size, layer=layer, head=spec.head.multiply_adds)

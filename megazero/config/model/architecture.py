@@ -136,7 +136,7 @@ def architecture_of(options: ModelConfig) -> Family:
     """
     own = FAMILIES[options.model_family]
     others = [family for family in FAMILIES.values() if family is not own]
-    candidates = [family for family in (own, *others) if options.tensor_names in family.names]
+    candidates = [family for family in (own, *others) if options.family_names in family.names]
     faults = {family.name: _inexpressible(options, family) for family in candidates}
     for family in candidates:
         if not faults[family.name].lost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 
 DENSE_TOKENS = 2048  # the longest sample for which a mask [b, heads or 1, s, s] is made
@@ -83,7 +84,7 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, ch
     """
     if window is None:
         window = model.sliding_window is not None and model.sliding_window < model.seq_length
-    alibi = model.position_embedding_type == "alibi"
+    alibi, every = model.position_embedding_type == "alibi", [mixer.heads for mixer in mixers_of(model)]
     held = {
         DOCUMENTS: documents,
         WINDOWS: window,
@@ -91,7 +92,7 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, ch
         SCALED_ALIBI: alibi and model.scaled_alibi,
         CAPS: bool(model.attn_logit_softcapping),
         DROPOUT: bool(model.attention_dropout),
-        ODD_HEADS: model.kv_channels % 8 != 0 or model.kv_channels > 256,
+        ODD_HEADS: any(width % 8 or width > 256 for heads in every for width in (heads.width, heads.values)),
         CHUNKS: chunks,
     }
     return frozenset(want for want, asked in held.items() if asked)

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megazero.config.errors import ConfigError
+from megazero.config.model.mixers import MIXERS, mixers_of
 from megazero.config.model.section import ACTIVATIONS, ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.fields import fault, section_options, show
-from megazero.families.layer_kinds import MARKS
-
-
-def heads(model: ModelConfig) -> Iterator[str]:
-    """Report heads that do not share the key/value heads evenly, or that do not divide the residual stream."""
-    hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
-    if count % groups:
-        yield (
-            f"--num-attention-heads {count} do not divide into --num-query-groups {groups}; nearest groups: "
-            f"{around(common_divisors(count), groups)}"
-        )
-    if hidden % count and model.kv_channels == max(1, hidden // count):
-        yield (
-            f"--hidden-size {hidden} does not divide by --num-attention-heads {count} (and --kv-channels does not "
-            f"say otherwise); nearest hidden size: {multiples_around(hidden, count)}"
-        )
+from megazero.families.layer_kinds import MARKS, mixers
 
 
 def rotary(model: ModelConfig) -> Iterator[str]:
@@ -174,40 +160,27 @@ def sequence(model: ModelConfig) -> Iterator[str]:
         yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
 
 
-def query_key_norm(model: ModelConfig) -> Iterator[str]:
-    """Report a norm over all heads together that is not RMSNorm."""
-    if model.qk_norm == "all-heads" and model.normalization != "RMSNorm":
-        yield (
-            f"--qk-norm all-heads needs --normalization RMSNorm, not {model.normalization}; nearest: "
-            "--qk-layernorm, which is of each head"
-        )
-
-
 def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> Iterator[str]:
     """Report sizes that ``tp`` ranks cannot share evenly.
 
     There may be fewer key/value heads than ranks; the ranks then share them evenly.
     """
-    groups = model.num_query_groups
-    sizes = {
-        "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": groups,
-    }
+    shared, copied = _shared(model)
+    sizes = {**shared, **{flag: count for flag, count in copied.items() if count >= tp}}
     if model.num_experts is None or {*model.moe_layer_freq} != {1}:  # some layer has an MLP
         sizes["--ffn-hidden-size"] = model.ffn_hidden_size
     if model.num_experts is not None and model.moe_shared_expert_intermediate_size is not None:
         sizes["--moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
-    if groups == model.num_attention_heads or groups < tp:  # one line, not two
-        del sizes["--num-query-groups"]
     if sequence_parallel:
         sizes["--seq-length"] = model.seq_length
     legal = common_divisors(*sizes.values())
-    if tp % min(groups, tp) and groups != model.num_attention_heads:
-        legal = [size for size in legal if size % groups == 0 or groups % size == 0]
-        yield (
-            f"--num-query-groups {groups} cannot be shared evenly by --tensor-model-parallel-size {tp}; nearest size "
-            f"that fits all: {around(legal, tp)}"
-        )
+    for flag, count in copied.items():
+        if tp % min(count, tp):
+            legal = [size for size in legal if size % count == 0 or count % size == 0]
+            yield (
+                f"{flag} {count} cannot be shared evenly by --tensor-model-parallel-size {tp}; nearest size "
+                f"that fits all: {around(legal, tp)}"
+            )
     for flag, size in sizes.items():
         if size % tp:
             yield (
@@ -218,26 +191,47 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
 
 def head_shares(model: ModelConfig, tp: int) -> list[int]:
     """Return the numbers of ranks that can share the heads of a tensor-parallel rank evenly."""
-    heads, groups = (max(1, size // tp) for size in (model.num_attention_heads, model.num_query_groups))
-    return [k for k in common_divisors(heads) if groups % k == 0 or k % groups == 0]
+    heads, groups = ([max(1, count // tp) for count in counts.values()] for counts in _shared(model))
+    return [k for k in common_divisors(*heads) if all(n % k == 0 or k % n == 0 for n in groups)]
+
+
+def _shared(model: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what ranks share of all mixers, by flag, and of it what several of them may hold copies of."""
+    shared, copied = dict[str, int](), dict[str, int]()
+    for mixer in mixers_of(model):
+        evenly, again = mixer.shared()
+        shared, copied = shared | evenly, copied | again
+    return shared, copied
 
 
 def context_parallel(
     model: ModelConfig, tp: int, ranks: int, flag: str = "--context-parallel-size"
 ) -> Iterator[str]:
     """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly."""
-    legal = head_shares(model, tp)
-    if ranks in legal or model.num_attention_heads < tp:  # that is reported elsewhere
+    legal, (shared, copied) = head_shares(model, tp), _shared(model)
+    if ranks in legal or min(shared.values()) < tp:  # that is reported elsewhere
         return
-    heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
+    heads = " over ".join(f"{max(1, count // tp)}" for count in (shared | copied).values())
     of = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield (
-        f"{flag} {ranks} does not share {heads} heads over {groups}{of} evenly: each rank attends with its own "
+        f"{flag} {ranks} does not share {heads} heads{of} evenly: each rank attends with its own "
         f"heads; nearest size that fits: {around(legal, ranks)}, or any with --cp-comm-type all_gather"
     )
 
 
-RULES = (heads, rotary, mlp, frequencies, query_key_norm, experts)  # of any decoder
+Rule = Callable[[ModelConfig], Iterator[str]]
+
+
+def _of_mixer(name: str, rule: Rule) -> Rule:
+    """Return the rule of models that have the mixer in some layer."""
+    return lambda model: rule(model) if name in mixers(model) else iter(())
+
+
+# Of any decoder.
+RULES: tuple[Rule, ...] = (
+    *(_of_mixer(name, rule) for name, mixer in MIXERS.items() for rule in mixer.rules),
+    *(rotary, mlp, frequencies, experts),
+)
 
 
 def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:

@@ -6,12 +6,12 @@ Names are Megatron's. What families set is in megazero.families.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
+from megazero.config.model.mixers import MIXERS, MixerOptions
 from megazero.config.options.fields import option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
-from megazero.families.layer_kinds import MOST_LAYERS
 
 # What an MLP may have instead of GELU behind one matrix, of which it has one.
 ACTIVATIONS = ("squared_relu", "geglu", "swiglu")
@@ -26,27 +26,15 @@ LAYER_NORMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(MixerOptions):
     """The decoder. A vocabulary of None is that of the tokenizer, which is not read yet."""
 
-    model_family: str = option(
-        "gpt",
-        "family that sets the defaults marked 'by family'; gpt is Megatron's architecture",
-        choices=tuple(FAMILIES),
-    )
-    num_layers: int = option(MISSING, "transformer layers", low=1, high=MOST_LAYERS, required=True)
-    hidden_size: int = option(MISSING, "width of the residual stream", low=1, required=True)
     ffn_hidden_size: int = option(
         MISSING,
         "width inside the MLP (default: 4 x hidden; with --swiglu 8/3 x hidden, to a multiple of 64: rounded down in "
         "family gpt, as in Megatron, else up, as in Llama)",
         low=1,
     )
-    num_attention_heads: int = option(MISSING, "attention heads", low=1, required=True)
-    num_query_groups: int = option(
-        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1
-    )
-    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1)
     seq_length: int = option(MISSING, "tokens of one sample", low=1, required=True)
     max_position_embeddings: int = option(MISSING, "longest sequence (default: --seq-length)", low=1)
     position_embedding_type: str = option(
@@ -141,17 +129,7 @@ class ModelConfig:
         "two; each with a norm behind it; or each between two norms (by family)",
         choices=tuple(LAYER_NORMS),
     )
-    normalization: str = option(MISSING, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
-    apply_layernorm_1p: bool = option(
-        False, "norms multiply by 1 + weight, and weights begin at 0 (Gemma; by family)"
-    )
-    qk_norm: str = option(
-        "none",
-        "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
-        choices=("none", "head", "all-heads"),
-        consts={"qk-layernorm": "head"},
-    )
     swiglu: bool = option(
         MISSING, "SwiGLU in the MLP, else GELU (by family; off with --geglu and --squared-relu)"
     )
@@ -165,12 +143,6 @@ class ModelConfig:
     add_bias_linear: bool = option(
         MISSING, "biases in linear layers (by family)", negative="disable-bias-linear"
     )
-    add_attention_bias: bool = option(
-        MISSING, "biases in attention's four linears (default: as --add-bias-linear, which is then the MLP's)"
-    )
-    add_qkv_bias: bool = option(
-        False, "biases in the query, key and value linears, whatever the other linears have (by family)"
-    )
     untie_embeddings_and_output_weights: bool = option(
         MISSING, "a head with its own weights, else the embedding's (by family)"
     )
@@ -181,11 +153,6 @@ class ModelConfig:
     embedding_multiplier: float = option(1.0, "factor of the tokens' embeddings", above=0)
     residual_multiplier: float = option(
         1.0, "factor of attention's and of the MLP's output before each residual sum", above=0
-    )
-    softmax_scale: float | None = option(
-        None,
-        "factor of attention's scores before their softmax (default: 1 / sqrt(width of a head))",
-        above=0,
     )
     logits_scaling: float = option(1.0, "divisor of the logits", above=0)
     num_experts: int | None = option(
@@ -231,7 +198,6 @@ class ModelConfig:
     )
     attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
     hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
-    init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
     vocab_size: int | None = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
     make_vocab_size_divisible_by: int = option(
         128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1
@@ -243,11 +209,6 @@ class ModelConfig:
         """Return the vocabulary before padding, once the tokenizer that decides it is read."""
         assert self.vocab_size is not None, "the tokenizer has not been read"
         return self.vocab_size
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Tell whether the query, key and value linears have biases."""
-        return self.add_attention_bias or self.add_qkv_bias
 
     @property
     def gated_mlp(self) -> bool:
@@ -263,21 +224,6 @@ class ModelConfig:
     def parallel_block(self) -> bool:
         """Tell whether attention and MLP of a layer have the same input."""
         return self.transformer_block_type.startswith("parallel")
-
-    @property
-    def query_projection_size(self) -> int:
-        """Return the output width of the query linear, which is the input width of the attention's output linear."""
-        return self.num_attention_heads * self.kv_channels
-
-    @property
-    def kv_projection_size(self) -> int:
-        """Return the output width of the key linear, which is also that of the value linear."""
-        return self.num_query_groups * self.kv_channels
-
-    @property
-    def attention_scale(self) -> float:
-        """Return the factor of scores: softmax_scale, or 1 / sqrt(width of a head)."""
-        return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def rotary_channels(self) -> int:
@@ -296,7 +242,16 @@ class ModelConfig:
 
     @property
     def tensor_names(self) -> TensorNames:
-        """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's."""
+        """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's.
+
+        Modules of a mixer that these do not name have its own names.
+        """
+        usual = {module: there for mixer in MIXERS.values() for module, there in mixer.names.items()}
+        return replace(self.family_names, layer={**usual, **self.family_names.layer})
+
+    @property
+    def family_names(self) -> TensorNames:
+        """Return the same, as a family's record has them."""
         own = FAMILIES[self.model_family].names
         return next(names for names in (*own, *GENERAL_NAMES) if names.can_express(self))
 
@@ -317,17 +272,15 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
         and has_gelu(done)
     ):
         done = {"openai_gelu": False, **done}
-    hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
-    derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
-    derived["add_attention_bias"] = done.get("add_bias_linear")
+    hidden, derived = done.get("hidden_size"), {"max_position_embeddings": done.get("seq_length")}
+    for mixer in MIXERS.values():
+        derived |= mixer.derived(done)
     if done.get("rotary_scaling") == "yarn":
         derived |= {"rotary_scaling_factor": 1.0, "rotary_original_max_position": 4096}
     if hidden:
         derived["ffn_hidden_size"] = (
             family.swiglu_width(hidden) if family and done.get("swiglu") else 4 * hidden
         )
-    if hidden and heads and heads > 0:
-        derived["kv_channels"] = max(1, hidden // heads)
     return {**derived, **done}
 
 

@@ -6,13 +6,14 @@ Placements, initial values, FLOPs, the planner and ``verify`` read sizes here an
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from megazero.config.model.mixers import MIXERS, Mixer
+from megazero.config.model.parameters import ParameterSpec, column, norm, row
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
@@ -26,85 +27,6 @@ EMBEDDING, LAYER, HEAD = (
 
 def is_layer(kind: str) -> bool:
     return kind not in (EMBEDDING, HEAD)
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """A parameter as one rank without tensor parallelism holds it.
-
-    name: within the module. cut: the dim that tensor-parallel ranks share, None if each holds the whole parameter.
-    heads: the number of attention heads along that dim. If ranks outnumber heads, neighbours hold the same head.
-    mean, std: the initial values are normal, or constant if std is 0.
-    multiplies: the parameter is a matrix that multiplies every token's activations.
-    experts, of_token: the first dim counts experts, so many of which multiply a token's activations; 0 and 1: none.
-    sharing: how many ranks share the experts, of which these are one's.
-    own_heads: a rank applies the parameter to its own heads alone.
-    vocabulary: the rows are words, which are padded before ranks share them.
-    tied: the embedding and the head hold one parameter.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    cut: int | None = None
-    heads: int | None = None
-    mean: float = 0.0
-    std: float = 0.0
-    multiplies: bool = False
-    own_heads: bool = False
-    vocabulary: bool = False
-    tied: bool = False
-    experts: int = 0
-    of_token: int = 1
-    sharing: int = 1
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def multiply_adds(self) -> int:
-        """Return the multiply-adds of one token."""
-        return self.multiplies * self.numel * self.of_token // max(self.experts, 1)
-
-    @property
-    def of_one(self) -> ParameterSpec:
-        """Return the parameter of one expert, as a checkpoint stores it."""
-        return replace(self, shape=self.shape[1:], experts=0, of_token=1, sharing=1)
-
-    def dealt(self, ep: int) -> ParameterSpec:
-        """Return the parameter as one of ``ep`` ranks that share the experts holds it."""
-        if not self.experts:
-            return self
-        own = self.experts // ep
-        return replace(self, shape=(own, *self.shape[1:]), experts=own, sharing=ep)
-
-    def copies(self, tp: int) -> int:
-        """Return how many of ``tp`` ranks in a row hold the same part of a parameter that is cut."""
-        return max(1, tp // self.heads) if self.heads else 1
-
-    def replicated(self, tp: int) -> bool:
-        """Tell whether several of ``tp`` ranks hold the same elements."""
-        return self.cut is None and self.sharing == 1 or self.copies(tp) > 1
-
-    def partial(self, tp: int, sequence_parallel: bool) -> bool:
-        """Tell whether the gradient on each of ``tp`` ranks is one term of a sum over them.
-
-        Under sequence parallelism a replicated parameter sees the rank's positions only. Key/value heads that several
-        ranks hold see the rank's query heads only, and norms of heads see the rank's heads only.
-        """
-        of_own = sequence_parallel or self.copies(tp) > 1 or self.own_heads
-        return tp > 1 and self.replicated(tp) and of_own
-
-    def exact(self, tp: int) -> bool:
-        """Tell whether messages never round it, as ``zero.Traits.exact`` says."""
-        return self.replicated(tp) and not self.experts
-
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Return the shape on each of ``tp`` ranks. Rows of words must be padded (``padded_spec``)."""
-        return tuple(n * self.copies(tp) // tp if dim == self.cut else n for dim, n in enumerate(self.shape))
-
-    def local_numel(self, tp: int) -> int:
-        return math.prod(self.local_shape(tp))
 
 
 @dataclass(frozen=True)
@@ -148,18 +70,14 @@ class LayerSpec(ModuleSpec):
 
     moved: elements that a forward reads and writes beside the matrices. kept: elements that autograd keeps for the
     backward, with a fused attention kernel. gradients: elements that the backward holds at once; none is cut along
-    the stream. query: the width of all queries. heads: the number of query heads. norm_sums: numbers of a token that
-    norms over all heads add up over ranks. rereads_output: the backward reads the last output itself. places: the
-    numbers of the layers.
+    the stream. rereads_output: the backward reads the last output itself. places: the numbers of the layers.
     """
 
     moved: Elements
     kept: Elements
     gradients: Elements
-    query: int
-    heads: int
+    mixer: Mixer
     experts: bool = False
-    norm_sums: int = 0
     rereads_output: bool = False
     rereads_experts: bool = False
     places: tuple[int, ...] = ()
@@ -180,14 +98,14 @@ class ModelSpec:
         parameters = (
             *_positions(c),
             _words(c, "tokens.weight"),
-            *(_norm(c, "norm") if c.embed_layernorm else ()),
+            *(norm(c, "norm") if c.embed_layernorm else ()),
         )
         return ModuleSpec(EMBEDDING, parameters, inputs=0, outputs=1)
 
     @cached_property
     def head(self) -> ModuleSpec:
         c = self.config
-        parameters = (replace(_words(c, "weight"), multiplies=True), *_norm(c, "norm"))
+        parameters = (replace(_words(c, "weight"), multiplies=True), *norm(c, "norm"))
         return ModuleSpec(HEAD, parameters, inputs=1, outputs=0)
 
     @cached_property
@@ -263,21 +181,6 @@ def padded_spec(config: ModelConfig, tp: int, ep: int = 1) -> ModelSpec:
 # -- parameters ------------------------------------------------------------------------------------------
 
 
-def _norm(
-    c: ModelConfig,
-    name: str,
-    size: int | None = None,
-    cut: int | None = None,
-    heads: int | None = None,
-    own_heads: bool = False,
-) -> Iterator[ParameterSpec]:
-    shape = (c.hidden_size if size is None else size,)
-    weight = ParameterSpec(f"{name}.weight", shape, cut, heads, own_heads=own_heads)
-    yield replace(weight, mean=0.0 if c.apply_layernorm_1p else 1.0)
-    if c.normalization == "LayerNorm":
-        yield replace(weight, name=f"{name}.bias")
-
-
 def _words(c: ModelConfig, name: str) -> ParameterSpec:
     shape, tied = (c.vocabulary, c.hidden_size), not c.untie_embeddings_and_output_weights
     return ParameterSpec(name, shape, 0, std=c.init_method_std, vocabulary=True, tied=tied)
@@ -286,28 +189,6 @@ def _words(c: ModelConfig, name: str) -> ParameterSpec:
 def _positions(c: ModelConfig) -> Iterator[ParameterSpec]:
     if c.position_embedding_type == "learned_absolute":
         yield ParameterSpec("positions", (c.max_position_embeddings, c.hidden_size), std=c.init_method_std)
-
-
-def _column(
-    c: ModelConfig, name: str, rows: int, bias: bool, heads: int | None = None
-) -> Iterator[ParameterSpec]:
-    """Yield a linear whose rows tensor-parallel ranks share."""
-    shape = (rows, c.hidden_size)
-    yield ParameterSpec(f"{name}.weight", shape, 0, heads, std=c.init_method_std, multiplies=True)
-    if bias:
-        yield ParameterSpec(f"{name}.bias", (rows,), 0, heads)
-
-
-def _row(c: ModelConfig, name: str, columns: int, bias: bool) -> Iterator[ParameterSpec]:
-    """Yield a linear whose columns tensor-parallel ranks share, and whose output they add up.
-
-    It writes to the residual stream, so its std is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3;
-    Megatron's default).
-    """
-    std = c.init_method_std / math.sqrt(2 * c.num_layers)
-    yield ParameterSpec(f"{name}.weight", (c.hidden_size, columns), 1, std=std, multiplies=True)
-    if bias:
-        yield ParameterSpec(f"{name}.bias", (c.hidden_size,))
 
 
 # -- layers ----------------------------------------------------------------------------------------------
@@ -323,19 +204,19 @@ def _by_choices(c: ModelConfig) -> dict[LayerKind, list[int]]:
 def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     """Describe a layer (models/layer.py). Its parameters are in the order of ``named_parameters``."""
     norms, h = LAYER_NORMS[c.transformer_block_type], c.hidden_size
-    attention, mlp = _attention(c), _experts(c) if choices.experts else _mlp(c)
+    mixer, mlp = MIXERS[choices.mixer](c), _experts(c) if choices.experts else _mlp(c)
     blocks = (
-        ("input_norm", attention.parameters),
+        ("input_norm", mixer.parameters()),
         ("attention_output_norm", ()),
         ("mlp_norm", mlp.parameters),
         ("mlp_output_norm", ()),
     )
     parameters = tuple(
-        p for norm, block in blocks for p in (*(_norm(c, norm) if norm in norms else ()), *block)
+        p for name, block in blocks for p in (*(norm(c, name) if name in norms else ()), *block)
     )
     # The input of each norm and of attention and MLP.
     streams = max(4, 2 + len(norms))
-    # Attention has linears that ranks share, and the MLP, of experts the shared ones.
+    # The mixer has linears that ranks share, and the MLP, of experts the shared ones.
     shared = c.moe_shared_expert_intermediate_size is not None
     last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
     reads_output = c.hidden_dropout > 0 or "mlp_output_norm" in norms
@@ -344,20 +225,18 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
         parameters,
         inputs=1 + (not choices.experts or shared),
         outputs=1 + (not choices.experts or shared),
-        moved=Elements(10 * h, attention.moved + mlp.moved),
-        kept=Elements(streams * h, attention.kept + mlp.kept),
+        moved=Elements(10 * h, mixer.work.moved + mlp.moved),
+        kept=Elements(streams * h, mixer.work.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
-        query=c.query_projection_size,
-        heads=c.num_attention_heads,
+        mixer=mixer,
         experts=choices.experts,
-        norm_sums=2 if c.qk_norm == "all-heads" else 0,
         rereads_output=reads_output or last_read,
         rereads_experts=reads_output or shared,
     )
 
 
 class Block(NamedTuple):
-    """Attention or MLP: its parameters, and the inner elements of a token that are moved, kept, and gradients."""
+    """An MLP: its parameters, and the inner elements of a token that are moved, kept, and gradients."""
 
     parameters: tuple[ParameterSpec, ...]
     moved: int
@@ -365,35 +244,12 @@ class Block(NamedTuple):
     gradients: int = 0
 
 
-def _attention(c: ModelConfig) -> Block:
-    q, kv, heads, groups = (
-        c.query_projection_size,
-        c.kv_projection_size,
-        c.num_attention_heads,
-        c.num_query_groups,
-    )
-    parameters = [
-        *_column(c, "attention.q_proj", q, c.qkv_bias, heads),
-        *_column(c, "attention.k_proj", kv, c.qkv_bias, groups),
-        *_column(c, "attention.v_proj", kv, c.qkv_bias, groups),
-        *_row(c, "attention.o_proj", q, c.add_attention_bias),
-    ]
-    for name, rows, count in (("attention.q_norm", q, heads), ("attention.k_norm", kv, groups)):
-        if c.qk_norm == "head":
-            parameters += _norm(c, name, c.kv_channels, own_heads=True)
-        elif c.qk_norm == "all-heads":
-            parameters += _norm(c, name, rows, 0, count)
-    # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
-    kept = 3 * q + 2 * kv + (q + kv if c.qk_norm != "none" else 0)
-    return Block(tuple(parameters), moved=4 * (q + kv), kept=kept)
-
-
 def _mlp(c: ModelConfig, name: str = "mlp", width: int | None = None) -> Block:
     ffn, bias = width or c.ffn_hidden_size, c.add_bias_linear
     parameters = [
-        *(_column(c, f"{name}.gate_proj", ffn, bias) if c.gated_mlp else ()),
-        *_column(c, f"{name}.up_proj", ffn, bias),
-        *_row(c, f"{name}.down_proj", ffn, bias),
+        *(column(c, f"{name}.gate_proj", ffn, bias) if c.gated_mlp else ()),
+        *column(c, f"{name}.up_proj", ffn, bias),
+        *row(c, f"{name}.down_proj", ffn, bias),
     ]
     # Up (and gate, f(gate)) and down's input.
     moved, kept = (5 * ffn, 4 * ffn) if c.gated_mlp else (2 * ffn, 2 * ffn)
@@ -461,10 +317,10 @@ def active_count(config: ModelConfig) -> int:
 def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size: int = 1) -> int:
     """Count the operations of forward and backward over sequences of these lengths (T is their sum):
 
-        6 T [sum over layers of n + h V] + 6 sum over layers of q sum(length^2 - (length - window)^2)
+        6 T [sum over layers of n + h V] + 3 sum over layers of m sum(length^2 - (length - window)^2)
 
     The last term is 0 in a layer without a window, or with a longer one. Here n are the multiply-adds of one token in
-    a layer's matrices, q is the width of its query linear and V the padded vocabulary.
+    a layer's matrices, m those of two tokens in its mixer and V the padded vocabulary.
     A multiply-add counts as 2 operations, and the backward as twice the forward.
     Attention counts the causal half of its score matrix. Recompute, norms, softmax and the optimizer are left out.
     This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
@@ -474,9 +330,9 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
     pairs = 0
     for kind in spec.layers:
         windows = Counter(choices.window for choices in layer_kinds(config, kind.places))
-        pairs += kind.query * sum(
+        pairs += kind.mixer.work.pair * sum(
             count * (length**2 - (max(0, length - window) ** 2 if window else 0))
             for window, count in windows.items()
             for length in lengths
         )
-    return 6 * sum(lengths) * dense + 6 * pairs
+    return 6 * sum(lengths) * dense + 3 * pairs

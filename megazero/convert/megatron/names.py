@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megazero.families.family import TensorNames, qkv
+from megazero.config.model.mixers import MIXERS
+from megazero.families.family import TensorNames
 
 NAMES = TensorNames(
     model={
@@ -21,10 +22,7 @@ NAMES = TensorNames(
     layer_prefix="decoder.layers.",
     layer={
         "input_norm": "input_layernorm",
-        **qkv("self_attention.linear_qkv"),
-        "attention.q_norm": "self_attention.q_layernorm",
-        "attention.k_norm": "self_attention.k_layernorm",
-        "attention.o_proj": "self_attention.linear_proj",
+        **{module: there for mixer in MIXERS.values() for module, there in mixer.megatron.items()},
         "mlp_norm": "pre_mlp_layernorm",
         "mlp.up_proj": "mlp.linear_fc1",
         "mlp.down_proj": "mlp.linear_fc2",

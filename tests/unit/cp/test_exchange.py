@@ -15,7 +15,7 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.comm.peers import Peers, Pending
 from megazero.comm.timing import Waits
-from megazero.cp import ContextParallel, gather, summed
+from megazero.cp import ContextParallel, gather, summed, swap
 from megazero.cp.exchange import _dealt
 from megazero.mesh.grid import make_grid, own_spans
 from megazero.mesh.levels import INTER, INTRA
@@ -114,9 +114,27 @@ class Room:
         return SimpleNamespace(wait=lambda: None)
 
 
-def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of one rank. The bytes are those of the messages there, and of exact gradients back."""
-    room, shape = Room(), (8, 1, 2, 64)
+def test_heads_of_other_widths_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks swap four queries, and one value of another width, of which each gets a copy."""
+    monkeypatch.setattr(peers_module.dist, "all_to_all_single", Room().all_to_all)
+    held = [(torch.randn(3, 2, 4, 8), torch.randn(3, 2, 1, 5)) for _ in range(2)]
+    queries, values = (torch.cat(each) for each in zip(*held, strict=True))
+    peers = (Peers(rank, rank, 2, kind="cp") for rank in range(2))  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as threads:
+        swapped = list(threads.map(lambda each: swap(held[each.rank], ContextParallel(each)), peers))
+    for rank, (q, v) in enumerate(swapped):
+        assert torch.equal(q, queries[:, :, 2 * rank : 2 * rank + 2]) and torch.equal(v, values)
+
+
+@pytest.mark.parametrize("width", [64, 192])
+def test_gradients_of_rounded_keys_are_those_of_exact_ones(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of one rank. The bytes are those of the messages there, and of exact gradients back.
+
+    width: of values.
+    """
+    room, shapes = Room(), [(8, 1, 2, 64), (8, 1, 2, width)]
     monkeypatch.setattr(peers_module, "all_gather_flat", room.gather)
     monkeypatch.setattr(peers_module.dist, "all_to_all_single", room.all_to_all)
 
@@ -124,10 +142,9 @@ def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.M
         traffic, generator = Traffic(), torch.Generator().manual_seed(rank)
         peers = Peers(rank, rank, 2, others={INTER: 1}, kind="cp", traffic=traffic)  # type: ignore[arg-type]
         cp = ContextParallel(keys=(Peers(), peers), codec=codec)
-        k, v = (torch.randn(shape, generator=generator, requires_grad=True) for _ in range(2))
-        gathered = gather(k, v, cp)
-        weights = torch.randn(2, *gathered[0].shape, generator=generator)
-        (weights * torch.stack(gathered)).sum().backward()
+        k, v = (torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
+        gathered = gather((k, v), cp)
+        sum((torch.randn(x.shape, generator=generator) * x).sum() for x in gathered).backward()
         assert k.grad is not None and v.grad is not None
         return [*gathered, k.grad, v.grad], traffic.bytes["cp", INTER]
 
@@ -135,12 +152,12 @@ def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.M
         exact, coded = (
             list(threads.map(run, (0, 1), (codec, codec))) for codec in (None, Blockwise(8, hadamard=128))
         )
-    n = 8 * 2 * 64
+    n = 8 * 2 * (64 + width)
     for (want, sent), (got, fewer) in zip(exact, coded, strict=True):
         assert all(map(torch.equal, got[2:], want[2:]))
         for one, other in zip(got[:2], want[:2], strict=True):
             assert 0 < (one - other).norm() < 0.01 * other.norm()
-        assert (sent, fewer) == (2 * 2 * n * 4, 2 * (n + 2 * n // 128) + 2 * n * 4)
+        assert (sent, fewer) == (2 * n * 4, n + 2 * n // 128 + n * 4)
 
 
 def test_counts_are_added_up_over_all_ranks_that_share_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -423,7 +423,7 @@ def test_another_recompute_is_refused():
 )
 def test_what_a_familys_names_cannot_express_is_stored_under_llamas(family, change, own):
     config = make(family, **change)
-    assert (config.tensor_names in FAMILIES[family].names) == own
+    assert (config.family_names in FAMILIES[family].names) == own
     names = [p.name for p in Decoder(config, device="meta").placements().values()]
     assert all(
         name.startswith("transformer." if own else "model.") for name in names if "lm_head" not in name

@@ -1,0 +1,27 @@
+"""The mixers of tokens: a row for each, and their options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.model.mixers.mixer import Mixer
+from megazero.config.model.mixers.softmax import Softmax, SoftmaxOptions
+from megazero.families import layer_kinds
+
+MIXERS: Mapping[str, type[Mixer]] = MappingProxyType({layer_kinds.SOFTMAX: Softmax})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerOptions(SoftmaxOptions):
+    """The options of all mixers."""
+
+
+def mixers_of(c: Any) -> list[Mixer]:
+    """Return the mixers that layers of the model ``c`` have."""
+    return [MIXERS[name](c) for name in layer_kinds.mixers(c)]
+
+
+__all__ = ["MIXERS", "Mixer", "MixerOptions", "mixers_of"]

@@ -1,0 +1,105 @@
+"""What mixes the tokens of a layer, as numbers: what every mixer says of itself. No torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from megazero.config.model.parameters import ParameterSpec
+
+Names = Mapping[str, str | tuple[str, int]]
+
+
+class Heads(NamedTuple):
+    """The heads that kernels of attention see.
+
+    number: those of queries. groups: those of keys and values, which they share. width: of a query and of a key.
+    values: of a value. rotated: channels with rotary positions, of which --rotary-percent turn. scale: of scores.
+    """
+
+    number: int
+    groups: int
+    width: int
+    values: int
+    rotated: int
+    scale: float
+
+
+class TokenWork(NamedTuple):
+    """What the mixer of one token costs, the matrices and the residual stream aside.
+
+    moved: elements that a forward reads and writes. kept: elements that autograd keeps for the backward. pair: the
+    multiply-adds with one other token. out: elements that the output linear takes. norm_sums: numbers that norms add
+    up over tensor-parallel ranks.
+    """
+
+    moved: int
+    kept: int
+    pair: int
+    out: int
+    norm_sums: int = 0
+
+
+class Exchanged(NamedTuple):
+    """Elements of a token that a rank exchanges with those that share samples.
+
+    there: those that it gives to swap heads for sequence. back: those of the output that it receives for it.
+    gathered: of each tensor that groups of ranks gather, those that a rank has after the swap.
+    """
+
+    there: int
+    back: int
+    gathered: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixer(ABC):
+    """What mixes the tokens of a layer of the model ``c``: a row of MIXERS, and a module with the same parameters in
+    megazero/models/mixers, which needs torch. Numbers are those of one rank without tensor parallelism.
+
+    module: 'module:name' of the module, which is imported when a layer is built, with SoftmaxAttention's arguments.
+    rules: report what is wrong with its options in any decoder.
+    names, megatron: what Hugging Face calls its modules, where a family does not say otherwise, and what Megatron.
+    """
+
+    c: Any
+
+    module: ClassVar[str]
+    rules: ClassVar[tuple[Callable[[Any], Iterator[str]], ...]] = ()
+    names: ClassVar[Names] = {}
+    megatron: ClassVar[Names] = {}
+
+    @classmethod
+    def derived(cls, done: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the options ``done`` decide of its own, where nothing is said."""
+        return {}
+
+    @abstractmethod
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Return the parameters, "attention." before each name, in the order of ``named_parameters``."""
+
+    @property
+    @abstractmethod
+    def heads(self) -> Heads: ...
+
+    @property
+    @abstractmethod
+    def work(self) -> TokenWork: ...
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What a run says of it at its start."""
+
+    @abstractmethod
+    def shared(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return, by flag, what tensor-parallel ranks share evenly, and then those that swap heads; and of what
+        several of these ranks hold copies where they are more."""
+
+    def exchanged(self, tp: int, ranks: int) -> Exchanged:
+        """Return what a rank exchanges if ``tp`` share the heads, and then ``ranks`` swap them for sequence."""
+        heads = self.heads
+        gathered = tuple(max(heads.groups // tp, ranks) * width for width in (heads.width, heads.values))
+        return Exchanged(heads.number * heads.width // tp + sum(gathered), self.work.out // tp, gathered)

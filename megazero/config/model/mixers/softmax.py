@@ -1,0 +1,143 @@
+"""Softmax attention (Vaswani et al. 2017), whose key/value heads may be grouped (Ainslie et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from megazero.config.model.mixers.mixer import Heads, Mixer, TokenWork
+from megazero.config.model.parameters import Backbone, ParameterSpec, column, norm, row
+from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.options.fields import option
+from megazero.families.family import qkv
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxOptions(Backbone):
+    """Its options."""
+
+    num_query_groups: int = option(
+        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1
+    )
+    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1)
+    qk_norm: str = option(
+        "none",
+        "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
+        choices=("none", "head", "all-heads"),
+        consts={"qk-layernorm": "head"},
+    )
+    add_attention_bias: bool = option(
+        MISSING, "biases in attention's four linears (default: as --add-bias-linear, which is then the MLP's)"
+    )
+    add_qkv_bias: bool = option(
+        False, "biases in the query, key and value linears, whatever the other linears have (by family)"
+    )
+    softmax_scale: float | None = option(
+        None,
+        "factor of attention's scores before their softmax (default: 1 / sqrt(width of a head))",
+        above=0,
+    )
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Tell whether the query, key and value linears have biases."""
+        return self.add_attention_bias or self.add_qkv_bias
+
+    @property
+    def query_projection_size(self) -> int:
+        """Return the output width of the query linear, which is the input width of the attention's output linear."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def attention_scale(self) -> float:
+        """Return the factor of scores: softmax_scale, or 1 / sqrt(width of a head)."""
+        return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+def _heads(c: SoftmaxOptions) -> Iterator[str]:
+    """Report heads that do not share the key/value heads evenly, or that do not divide the residual stream."""
+    hidden, count, groups = c.hidden_size, c.num_attention_heads, c.num_query_groups
+    if count % groups:
+        yield (
+            f"--num-attention-heads {count} do not divide into --num-query-groups {groups}; nearest groups: "
+            f"{around(common_divisors(count), groups)}"
+        )
+    if hidden % count and c.kv_channels == max(1, hidden // count):
+        yield (
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {count} (and --kv-channels does not "
+            f"say otherwise); nearest hidden size: {multiples_around(hidden, count)}"
+        )
+
+
+def _query_key_norm(c: SoftmaxOptions) -> Iterator[str]:
+    """Report a norm over all heads together that is not RMSNorm."""
+    if c.qk_norm == "all-heads" and c.normalization != "RMSNorm":
+        yield (
+            f"--qk-norm all-heads needs --normalization RMSNorm, not {c.normalization}; nearest: "
+            "--qk-layernorm, which is of each head"
+        )
+
+
+@dataclass(frozen=True)
+class Softmax(Mixer):
+    """Softmax attention in one model."""
+
+    c: SoftmaxOptions
+
+    module = "megazero.models.mixers.softmax:SoftmaxAttention"
+    rules = (_heads, _query_key_norm)
+    names = {
+        f"attention.{name}": f"self_attn.{name}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    }
+    megatron = {
+        **qkv("self_attention.linear_qkv"),
+        "attention.q_norm": "self_attention.q_layernorm",
+        "attention.k_norm": "self_attention.k_layernorm",
+        "attention.o_proj": "self_attention.linear_proj",
+    }
+
+    @classmethod
+    def derived(cls, done: Mapping[str, Any]) -> dict[str, Any]:
+        hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
+        found = {"num_query_groups": heads, "add_attention_bias": done.get("add_bias_linear")}
+        return found | ({"kv_channels": max(1, hidden // heads)} if hidden and heads and heads > 0 else {})
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        c, (heads, groups, width, *_) = self.c, self.heads
+        q, kv, bias = heads * width, groups * width, c.qkv_bias
+        parameters = [
+            *column(c, "attention.q_proj", q, bias, heads),
+            *column(c, "attention.k_proj", kv, bias, groups),
+            *column(c, "attention.v_proj", kv, bias, groups),
+            *row(c, "attention.o_proj", q, c.add_attention_bias),
+        ]
+        for name, rows, count in (("attention.q_norm", q, heads), ("attention.k_norm", kv, groups)):
+            if c.qk_norm == "head":
+                parameters += norm(c, name, width, own_heads=True)
+            elif c.qk_norm == "all-heads":
+                parameters += norm(c, name, rows, 0, count)
+        return tuple(parameters)
+
+    @property
+    def heads(self) -> Heads:
+        c, width = self.c, self.c.kv_channels
+        return Heads(c.num_attention_heads, c.num_query_groups, width, width, width, c.attention_scale)
+
+    @property
+    def work(self) -> TokenWork:
+        q, kv = self.c.query_projection_size, self.c.num_query_groups * self.c.kv_channels
+        # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
+        kept = 3 * q + 2 * kv + (q + kv if self.c.qk_norm != "none" else 0)
+        return TokenWork(4 * (q + kv), kept, pair=2 * q, out=q, norm_sums=2 * (self.c.qk_norm == "all-heads"))
+
+    @property
+    def words(self) -> str:
+        c = self.c
+        return f"{c.num_attention_heads} heads of {c.kv_channels}, {c.num_query_groups} of keys and values"
+
+    def shared(self) -> tuple[dict[str, int], dict[str, int]]:
+        heads, groups = self.c.num_attention_heads, self.c.num_query_groups
+        copied = {"--num-query-groups": groups} if groups != heads else {}
+        return {"--num-attention-heads": heads}, copied
