@@ -23,7 +23,8 @@ class PlainProduct(Product):
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        return F.linear(*x, weight, bias) if out is None else torch.mm(*x, weight.t(), out=out)
+        (rows,) = x
+        return F.linear(rows, weight, bias) if out is None else torch.mm(rows, weight.t(), out=out)
 
     def grad_x(self, grads: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         total = torch.mm(grads[0], weights[0], out=out)

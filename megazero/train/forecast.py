@@ -258,7 +258,7 @@ def _fitting(config: RunConfig, cluster: Cluster, room: float) -> Iterator[str]:
 def _unknown_cluster(config: RunConfig, world: World, room: float | None, on: torch.device) -> Cluster:
     """Return a cluster of these ranks for what concerns memory alone. Raises ValueError for fp64."""
     per_node = config.ranks_per_node(world)
-    rate = {f"{config.precision.params_dtype}_tflops": 1.0}
+    rate: dict[str, Any] = {f"{config.precision.params_dtype}_tflops": 1.0}
     if config.precision.params_dtype == "fp64":
         raise ValueError("no cluster computes in fp64")
     gib = GIB if room is None else room / GIB
