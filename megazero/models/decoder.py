@@ -33,7 +33,7 @@ from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
 from megazero.moe import Balance, BalanceLosses, Decision, ExpertParallel
 from megazero.pp.partition import StageSpec, partition
-from megazero.products.plain import PLAIN
+from megazero.products.product import PLAIN
 from megazero.tp import (
     TensorParallel,
     VocabParallelEmbedding,

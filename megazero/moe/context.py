@@ -9,8 +9,7 @@ from megazero.comm.hops import Traffic
 from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh
-from megazero.products.plain import PLAIN
-from megazero.products.product import Product
+from megazero.products.product import PLAIN, Product
 
 ALONE = Peers()
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Where the object of each is. A cluster file has the rate of NAME as device.NAME_tflops.
 PRODUCTS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("bf16", "fp16", "fp32", "fp64"), "megazero.products.plain:PLAIN")
+    dict.fromkeys(("bf16", "fp16", "fp32", "fp64"), "megazero.products.product:PLAIN")
 )
 
 

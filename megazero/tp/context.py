@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megazero.comm.peers import Peers
 from megazero.mesh.grid import nearest_multiple
-from megazero.products.plain import PLAIN
-from megazero.products.product import Operand, Product
+from megazero.products.product import PLAIN, Operand, Product
 from megazero.tp.deferred import DeferredGradients
 
 

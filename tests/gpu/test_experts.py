@@ -10,7 +10,7 @@ from megazero.cp import ContextParallel
 from megazero.models import make_model
 from megazero.models.experts import MixtureOfExperts
 from megazero.moe import BalanceLosses, Decision, ExpertParallel
-from megazero.products.plain import PLAIN
+from megazero.products.product import PLAIN
 from megazero.tp import TensorParallel
 
 pytestmark = [

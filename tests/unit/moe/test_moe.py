@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megazero.models import Decoder, make_model
 from megazero.moe import Decision, Dispatch, ExpertParallel, Router, route, weighted
-from megazero.products.plain import PLAIN
+from megazero.products.product import PLAIN
 from tests.hugging_face import to_hf_state_dict
 
 T, H, E, K = 23, 12, 5, 2
