@@ -54,7 +54,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, ep: ExpertParallel, **factory: Any) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config, self.product = config, ep.product
+        self.config, self.grouped = config, ep.product.grouped
         count, h, width = len(ep.own(config.num_experts)), config.hidden_size, config.expert_width
         self.gate_proj = Linear(count, width, h, **factory) if config.gated_mlp else None
         self.up_proj = Linear(count, width, h, **factory)
@@ -65,13 +65,12 @@ class Experts(nn.Module):
 
         A row's probability multiplies its activation, which is narrower than the output.
         """
-        grouped = self.product.grouped
-        up = grouped(rows, self.up_proj.weight, ends)
+        up = self.grouped(rows, self.up_proj.weight, ends)
         if self.gate_proj is None:
             inner = activation(self.config, up)
         else:
-            inner = activation(self.config, grouped(rows, self.gate_proj.weight, ends)) * up
-        return grouped(weighted(inner, probabilities), self.down_proj.weight, ends)
+            inner = activation(self.config, self.grouped(rows, self.gate_proj.weight, ends)) * up
+        return self.grouped(weighted(inner, probabilities), self.down_proj.weight, ends)
 
 
 def router_of(config: ModelConfig) -> Router:

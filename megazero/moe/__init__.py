@@ -3,8 +3,7 @@
 from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel
 from megazero.moe.dispatch import Dispatch, RowCounts, Told, TwoLevels, dispatch_to
-from megazero.moe.routing import Decision, Router, route
-from megazero.moe.weighted import weighted
+from megazero.moe.routing import Decision, Router, route, weighted
 
 __all__ = [
     "Balance",
