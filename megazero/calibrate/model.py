@@ -25,6 +25,7 @@ from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.pp.partition import StageSpec
+from megazero.products import find_product
 from megazero.tp import TensorParallel
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its
@@ -61,7 +62,8 @@ def measure_modules(
     )
     sizes = Compute(config, cluster, Collectives(cluster)).sizes
     mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
-    tp = TensorParallel.of(mesh.tp, sequence_parallel=config.parallel.sequence_parallel)
+    product = find_product(config.precision.product)
+    tp = TensorParallel.of(mesh.tp, sequence_parallel=config.parallel.sequence_parallel, product=product)
     try:
         decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
     except DoesNotFit:  # on all ranks

@@ -14,6 +14,8 @@ from megazero.config import RunConfig
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import UPDATE_BYTES
+from megazero.products import find_product
+from megazero.products.product import Product
 from megazero.train.parallelize import optimizer_factory
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is copied and updated
@@ -31,7 +33,14 @@ def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
     a = torch.randn(n, n, dtype=DTYPES[name], device=device)
     out, source = torch.empty_like(a), torch.randn(4 * elements, device=device)
     target = torch.empty_like(source)
-    matrix = clock(lambda: torch.mm(a, a, out=out), slowest=False)
+
+    def tflops(product: Product) -> float:
+        x = product.operand(a)
+        return 2 * n**3 / clock(lambda: product.forward(x, a, out=out), slowest=False).median / 1e12
+
+    rates = {
+        f"{each}_tflops": tflops(find_product(each)) for each in sorted({name, config.precision.product})
+    }
     copy = clock(lambda: target.copy_(source), slowest=False)
     host = find_host()
     if device.type == "cuda":
@@ -45,7 +54,7 @@ def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
         "memory_gib": memory / 2**30,
         "reserved_gib": min(reserved, memory / 2**31),
         "memory_gbytes_per_s": 2 * source.nbytes / copy.median / 1e9,
-        f"{name}_tflops": 2 * n**3 / matrix.median / 1e12,
+        **rates,
         "matmul_efficiency": 1.0,
         "update_gbytes_per_s": elements * UPDATE_BYTES / _update(config, clock, elements) / 1e9,
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +34,7 @@ from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
 from megazero.moe import Balance, BalanceLosses, Decision, ExpertParallel
 from megazero.pp.partition import StageSpec, partition
+from megazero.products.product import PLAIN
 from megazero.tp import (
     TensorParallel,
     VocabParallelEmbedding,
@@ -109,6 +111,7 @@ class Head(nn.Module):
         **factory: Any,
     ) -> None:
         super().__init__()
+        tp = replace(tp, product=PLAIN)  # logits are computed as they are
         self.config, self.tp, self.z_loss, self.loss_chunk = config, tp, z_loss, loss_chunk
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)

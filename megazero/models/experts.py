@@ -20,7 +20,6 @@ from megazero.moe import (
     Router,
     RowCounts,
     dispatch_to,
-    grouped_linear,
     route,
     weighted,
 )
@@ -58,7 +57,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, ep: ExpertParallel, **factory: Any) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config = config
+        self.config, self.grouped = config, ep.product.grouped
         count, h, width = len(ep.own(config.num_experts)), config.hidden_size, config.expert_width
         self.gate_proj = Linear(count, width, h, **factory) if config.gated_mlp else None
         self.up_proj = Linear(count, width, h, **factory)
@@ -69,12 +68,12 @@ class Experts(nn.Module):
 
         A row's probability multiplies its activation, which is narrower than the output.
         """
-        up = grouped_linear(rows, self.up_proj.weight, ends)
+        up = self.grouped(rows, self.up_proj.weight, ends)
         if self.gate_proj is None:
             inner = activation(self.config, up)
         else:
-            inner = activation(self.config, grouped_linear(rows, self.gate_proj.weight, ends)) * up
-        return grouped_linear(weighted(inner, probabilities), self.down_proj.weight, ends)
+            inner = activation(self.config, self.grouped(rows, self.gate_proj.weight, ends)) * up
+        return self.grouped(weighted(inner, probabilities), self.down_proj.weight, ends)
 
 
 def router_of(config: ModelConfig) -> Router:

@@ -1,10 +1,9 @@
-"""Mixtures of experts on plain tensors: which experts a token goes to, the rows of each expert, grouped products."""
+"""Mixtures of experts on plain tensors: which experts a token goes to, the rows of each expert."""
 
 from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel
 from megazero.moe.dispatch import Dispatch, LevelCounts, RowCounts, TwoLevels, dispatch_to
-from megazero.moe.grouped import grouped_linear, weighted
-from megazero.moe.routing import Decision, Router, route
+from megazero.moe.routing import Decision, Router, route, weighted
 
 __all__ = [
     "Balance",
@@ -17,7 +16,6 @@ __all__ = [
     "RowCounts",
     "TwoLevels",
     "dispatch_to",
-    "grouped_linear",
     "route",
     "weighted",
 ]

@@ -9,6 +9,7 @@ from megazero.comm.hops import Traffic
 from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh
+from megazero.products.product import PLAIN, Product
 
 ALONE = Peers()
 
@@ -20,7 +21,8 @@ class ExpertParallel:
     Each holds an equal share, in the order of the ranks. With ``size`` 1 nothing communicates.
 
     inside: the ranks of its node. across: those with its place at other nodes that share the experts, too. codec: in
-    which rows go to other nodes before experts, and gradients of outputs; None: exactly.
+    which rows go to other nodes before experts, and gradients of outputs; None: exactly. product: how the experts
+    multiply.
     """
 
     rank: int = 0
@@ -28,6 +30,7 @@ class ExpertParallel:
     inside: Peers = ALONE
     across: Peers = ALONE
     codec: Blockwise | None = None
+    product: Product = PLAIN
 
     @classmethod
     def of(
@@ -36,13 +39,14 @@ class ExpertParallel:
         traffic: Traffic | None = None,
         waits: Waits | None = None,
         codec: Blockwise | None = None,
+        product: Product = PLAIN,
     ) -> ExpertParallel:
         """Return a mesh's."""
         if mesh.grid.ep == 1:
-            return cls()
+            return cls(product=product)
         traffic, waits = traffic or Traffic(), waits or Waits()
         inside, across = (Peers.of(axis, kind="ep", traffic=traffic, waits=waits) for axis in mesh.ep_axes)
-        return cls(mesh.grid.ep_axis.index(mesh.rank), mesh.grid.ep, inside, across, codec)
+        return cls(mesh.grid.ep_axis.index(mesh.rank), mesh.grid.ep, inside, across, codec, product)
 
     def own(self, experts: int) -> range:
         """Return which of a layer's experts this rank holds."""

@@ -105,6 +105,7 @@ class Compute:
         device, dtype = cluster.device, config.precision.params_dtype
         self.width = WIDTHS[dtype]
         self.matrix_rate = device.peak(dtype) * device.matmul_efficiency
+        self.linear_rate = device.peak(config.precision.product) * device.matmul_efficiency  # in layers
         self.memory_rate = device.memory_gbytes_per_s * 1e9
         self.layer_rate = (
             self.memory_rate * device.memory_efficiency / (COMPILED if config.training.compile else 1)
@@ -173,9 +174,9 @@ class Compute:
     def _module(self, kind: str, sizes: Sizes) -> ModuleTimes:
         matrices, attention, moved, weights = sizes[:4]
         into, out, busy = self._tensor_parallel(kind)
-        rows = self._measured(kind)
+        rows, rate = self._measured(kind), self.linear_rate if is_layer(kind) else self.matrix_rate
         if rows:
-            forward, backward = self._stretched(rows, sizes)
+            forward, backward = self._stretched(rows, sizes, rate)
             if rows[0].tp > 1:  # their collectives were measured with them
                 into, out = min(into, forward), min(out, backward)
                 # Where ranks share processors, times are those of processors, and waits are none of them.
@@ -187,7 +188,7 @@ class Compute:
         else:
             device = self.cluster.device
             read = weights * self.width / self.memory_rate
-            product = max(matrices / self.matrix_rate, read) + sizes.products * device.product_us * 1e-6
+            product = max(matrices / rate, read) + sizes.products * device.product_us * 1e-6
             ramp = 1 + device.attention_half_keys / sizes.keys if sizes.keys else 1.0
             core = attention / self.attention_rate * ramp
             rest = moved / (
@@ -218,7 +219,7 @@ class Compute:
             rows = [row for row in self.cluster.layers if row.module == LAYER]
         return [row for row in rows if row.tp == self.tp] or [row for row in rows if row.tp == 1]
 
-    def _stretched(self, rows: Sequence[MeasuredLayer], sizes: Sizes) -> tuple[float, float]:
+    def _stretched(self, rows: Sequence[MeasuredLayer], sizes: Sizes, rate: float) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward.
 
         Operations and bytes give a module's time. The ratio of measured to computed time is interpolated between
@@ -227,7 +228,7 @@ class Compute:
         known = all(row.forward_bytes for row in rows)
 
         def time(operations: float, moved: float) -> float:
-            return operations / self.matrix_rate + (moved / self.memory_rate if known else 0.0)
+            return operations / rate + (moved / self.memory_rate if known else 0.0)
 
         points = []
         for row in rows:

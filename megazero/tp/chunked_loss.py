@@ -41,6 +41,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         """``scale`` None computes no gradients."""
+        product = tp.product
         full = tp.start_gather(x).wait() if tp.sharded_sequence else x
         tokens, labels, weights = full.reshape(-1, full.shape[-1]), labels.reshape(-1), weights.reshape(-1)
         needs_x, needs_weight = (scale is not None and needed for needed in ctx.needs_input_grad[:2])
@@ -51,8 +52,8 @@ class _ChunkedLoss(torch.autograd.Function):
         buffer = x.new_empty(size, weight.shape[0])  # one for all chunks: pages that are touched already
         for start in range(0, len(labels), size):
             part = slice(start, start + size)
-            own = tokens[part]
-            logits = torch.mm(own, weight.t(), out=buffer[: len(own)]).detach()
+            own = product.operand(tokens[part])
+            logits = product.forward(own, weight, out=buffer[: len(labels[part])]).detach()
             with torch.set_grad_enabled(needs_x or needs_weight):
                 loss = losses(logits.requires_grad_(needs_x or needs_weight), labels[part])
             total = total + (loss.detach() * weights[part]).sum()
@@ -60,9 +61,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             (grad,) = torch.autograd.grad(loss, logits, weights[part].to(loss.dtype) * scale)
             if grad_x is not None:
-                torch.mm(grad, weight, out=grad_x[part])
+                product.grad_x([grad], [weight], out=grad_x[part])
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), own)
+                product.grad_weight(grad, own, grad_weight)
         ctx.weight, ctx.tp, ctx.scale, ctx.shape = weight, tp, scale, full.shape
         ctx.gradients = grad_x, grad_weight
         return total
@@ -81,14 +82,6 @@ class _ChunkedLoss(torch.autograd.Function):
         if grad_weight is not None:
             owed = now_or_later(tp.deferred, weight, lambda: grad_weight.mul_(factor).to(weight.dtype))
         return wait() if wait else None, owed, *(None,) * 6
-
-
-def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``sums``, which may be wider."""
-    if sums.dtype == a.dtype:
-        sums.addmm_(a, b)
-    else:
-        sums += a @ b
 
 
 @torch._disable_dynamo  # its forward runs backwards: graphs of torch 2.11 and 2.13 both refuse it

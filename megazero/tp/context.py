@@ -5,12 +5,14 @@ Activations are [s, b, h], so a rank's slice under sequence parallel is a part o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from megazero.comm.peers import Peers
 from megazero.mesh.grid import nearest_multiple
+from megazero.products.product import PLAIN, Operand, Product
 from megazero.tp.deferred import DeferredGradients
 
 
@@ -20,11 +22,13 @@ class TensorParallel(Peers):
 
     sequence_parallel: Between the parallel linears, activations are cut along the sequence (dim 0) over the axis
         (Korthikanti et al. 2022, section 4.2.2).
+    product: How the linears multiply.
     deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
     """
 
     kind: str = "tp"
     sequence_parallel: bool = False
+    product: Product = field(default=PLAIN, compare=False, repr=False)
     deferred: DeferredGradients | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -40,6 +44,13 @@ class TensorParallel(Peers):
                 f"the nearest multiple is {nearest_multiple(total, self.size)}"
             )
         return total // self.size
+
+    def start_whole(self, x: Operand) -> Callable[[], Operand]:
+        """Start to gather the sequence's parts of an operand. The result waits for the whole one."""
+        if not self.sharded_sequence:
+            return lambda: x
+        parts = [self.start_gather(part) for part in x]
+        return lambda: tuple(part.wait() for part in parts)
 
 
 def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:

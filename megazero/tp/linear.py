@@ -8,58 +8,51 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megazero.products.product import Operand
 from megazero.tp.context import TensorParallel, reduce_output
-from megazero.tp.deferred import DeferredGradients
 
 
 class _Linears(torch.autograd.Function):
     """Apply several linears to one input, with one gather forward and one reduction backward for all of them.
 
-    Under sequence parallel only the input's own slice is kept. The backward gathers it again while the gradient of
-    the input is computed, and reduces that gradient while those of the weights are computed. A backward that puts the
-    weights' gradients off leaves the gather to them.
+    Under sequence parallel only the operand of the input's own slice is kept. The backward gathers it again while the
+    gradient of the input is computed, and reduces that gradient while those of the weights are computed. A backward
+    that puts the weights' gradients off leaves the gather to them.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, count: int, *parameters: Tensor | None) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.tp, ctx.parameters = tp, parameters  # themselves: a saved tensor may come back as another object
-        needs_weights = any(ctx.needs_input_grad[3 : 3 + count])
-        ctx.save_for_backward(x if needs_weights else None, *(weights if ctx.needs_input_grad[0] else ()))
-        full = tp.start_gather(x).wait() if tp.sharded_sequence else x
-        return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        operand, needs_weights = tp.product.operand(x), any(ctx.needs_input_grad[3 : 3 + count])
+        ctx.kept = len(operand) if needs_weights else 0
+        ctx.save_for_backward(*operand[: ctx.kept], *(weights if ctx.needs_input_grad[0] else ()))
+        full = tp.start_whole(operand)()
+        return tuple(tp.product.forward(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of x, of the weights and of the biases, or put the parameters' off."""
-        tp, (x, *weights), needs = ctx.tp, ctx.saved_tensors, ctx.needs_input_grad[3:]
+        tp, saved, needs = ctx.tp, ctx.saved_tensors, ctx.needs_input_grad[3:]
+        x, weights = saved[: ctx.kept], saved[ctx.kept :]
         rows = [g.reshape(-1, g.shape[-1]) for g in grads]
         # Detached: an entry must not keep the graph that made x.
-        start = partial(_start_gradients, None if x is None else x.detach(), rows, needs, tp)
+        start = partial(_start_gradients, tuple(part.detach() for part in x), rows, needs, tp)
         gradients = None
         if tp.deferred is None or not tp.deferred.is_recording:
             gradients = start()
         elif any(needs):
             tp.deferred.put_off((p for p, needed in zip(ctx.parameters, needs, strict=True) if needed), start)
-        wait = _start_input_gradient(rows, weights, grads[0].shape[:-1], tp) if weights else None
+        wait = None
+        if weights:
+            wait = start_reduction(tp.product.grad_x(rows, weights).view(*grads[0].shape[:-1], -1), tp)
         parts = gradients() if gradients else None
         owed = [next(parts) if parts and needed else None for needed in needs]
         return wait() if wait else None, None, None, *owed
-
-
-def _start_input_gradient(
-    rows: list[Tensor], weights: list[Tensor], shape: torch.Size, tp: TensorParallel
-) -> Callable[[], Tensor]:
-    """Compute the ranks' partial gradient of the input and start to reduce it. The result waits for that."""
-    grad_x = rows[0] @ weights[0]
-    for g, w in zip(rows[1:], weights[1:], strict=True):
-        grad_x.addmm_(g, w)
-    return start_reduction(grad_x.view(*shape, -1), tp)
 
 
 def start_reduction(partial_sum: Tensor, tp: TensorParallel) -> Callable[[], Tensor]:
@@ -73,29 +66,28 @@ def start_reduction(partial_sum: Tensor, tp: TensorParallel) -> Callable[[], Ten
 
 
 def _start_gradients(
-    x: Tensor | None, rows: list[Tensor], needs: Sequence[bool], tp: TensorParallel
+    x: Operand, rows: list[Tensor], needs: Sequence[bool], tp: TensorParallel
 ) -> Callable[[], Iterator[Tensor]]:
     """Start to gather the input. The result yields the gradients that ``needs`` marks, one at a time.
 
-    ``x`` is [s, b, in], its slice under sequence parallel, or None where no weight needs a gradient. ``rows`` holds
-    one [s * b, out_i] for each linear. ``needs`` is for the weights, then for the biases.
+    ``x`` is the operand of [s, b, in], of its slice under sequence parallel, or () where no weight needs a gradient.
+    ``rows`` holds one [s * b, out_i] for each linear. ``needs`` is for the weights, then for the biases.
     """
-    gather = tp.start_gather(x) if x is not None and tp.sharded_sequence else None
+    whole = tp.start_whole(x)
 
     def gradients() -> Iterator[Tensor]:
-        if x is not None:
-            full = (gather.wait() if gather else x).reshape(-1, x.shape[-1])
-            yield from (g.t() @ full for g, needed in zip(rows, needs, strict=False) if needed)
+        full = whole()
+        yield from (tp.product.grad_weight(g, full) for g, needed in zip(rows, needs, strict=False) if needed)
         yield from (g.sum(0) for g, needed in zip(rows, needs[len(rows) :], strict=True) if needed)
 
     return gradients
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
-    """Compute F.linear on this rank alone. The gradients of weight and bias can be put off."""
-    if deferred is None:
-        return F.linear(x, weight, bias)
-    return _linears(x, TensorParallel(deferred=deferred), 1, weight, bias)[0]
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+    """Apply a linear on this rank alone. The gradients of weight and bias can be put off."""
+    if tp.deferred is None:
+        return tp.product.apply(x, weight, bias)
+    return _linears(x, TensorParallel(product=tp.product, deferred=tp.deferred), 1, weight, bias)[0]
 
 
 @torch._disable_dynamo
@@ -140,7 +132,7 @@ def column_parallel(
     """
     if tp.size == 1:
         # One by one, so that autograd sums the gradients of x in the same order with and without deferral.
-        return tuple(_linear(x, weight, bias, tp.deferred) for weight, bias in linears)
+        return tuple(_linear(x, weight, bias, tp) for weight, bias in linears)
     weights, biases = zip(*linears, strict=True)
     return _linears(x, tp, len(weights), *weights, *biases)
 
@@ -170,6 +162,6 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return _linear(x, self.weight, self.bias, self.tp.deferred)
-        y = reduce_output(_linear(x, self.weight, None, self.tp.deferred), self.tp)
+            return _linear(x, self.weight, self.bias, self.tp)
+        y = reduce_output(_linear(x, self.weight, None, self.tp), self.tp)
         return y if self.bias is None else y + self.bias

@@ -30,6 +30,7 @@ from megazero.plan.report import describe, layout_flags, memory_items, size_unit
 from megazero.plan.search import CHOICES, ZERO, Search, smallest_layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
+from megazero.products import PRODUCTS
 
 # Options that are given up for a layout that fits, one group after the other: the first costs the least.
 RELEASED = (("loss_chunk_tokens",), ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
@@ -258,11 +259,11 @@ def _fitting(config: RunConfig, cluster: Cluster, room: float) -> Iterator[str]:
 def _unknown_cluster(config: RunConfig, world: World, room: float | None, on: torch.device) -> Cluster:
     """Return a cluster of these ranks for what concerns memory alone. Raises ValueError for fp64."""
     per_node = config.ranks_per_node(world)
-    rate = {f"{config.precision.params_dtype}_tflops": 1.0}
+    rates: dict[str, Any] = {f"{name}_tflops": 1.0 for name in PRODUCTS}
     if config.precision.params_dtype == "fp64":
         raise ValueError("no cluster computes in fp64")
     gib = GIB if room is None else room / GIB
-    device = Device("these ranks", gib, 1.0, 1.0, reserved_gib=0.0, **rate)
+    device = Device("these ranks", gib, 1.0, 1.0, reserved_gib=0.0, **rates)
     nodes = -(-world.world_size // per_node)
     cores = Cores(os.cpu_count() or 1, per_node) if on.type == "cpu" else None
     return Cluster("these ranks", nodes, per_node, device, IntraNode(1.0), InterNode(1.0), cores=cores)

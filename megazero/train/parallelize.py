@@ -44,6 +44,7 @@ from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
+from megazero.products import find_product
 from megazero.tp import DeferredGradients, TensorParallel
 from megazero.train.expert_balance import ExpertBalance, balance_losses
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
@@ -63,11 +64,13 @@ def build_decoder(
     """
     traffic, waits = traffic or Traffic(mesh.links), Waits(mesh.device, timed)
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
+    product = find_product(config.precision.product)
     tp = TensorParallel.of(
         mesh.tp,
         sequence_parallel=config.parallel.sequence_parallel,
         traffic=traffic,
         waits=waits,
+        product=product,
         deferred=DeferredGradients() if splits else None,
     )
     dtype = DTYPES[config.precision.params_dtype]
@@ -80,7 +83,7 @@ def build_decoder(
         config.model,
         tp,
         ContextParallel.of(mesh, traffic, waits, config.gathered_keys(world), training.seed),
-        ep=ExpertParallel.of(mesh, traffic, waits, _dispatch_codec(config)),
+        ep=ExpertParallel.of(mesh, traffic, waits, _dispatch_codec(config), product),
         recompute=training.recompute_granularity,
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,

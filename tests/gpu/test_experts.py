@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from megazero.cp import ContextParallel
 from megazero.models import make_model
 from megazero.models.experts import MixtureOfExperts
-from megazero.moe import BalanceLosses, Decision, ExpertParallel, grouped_linear
+from megazero.moe import BalanceLosses, Decision, ExpertParallel
+from megazero.products.product import PLAIN
 from megazero.tp import TensorParallel
 
 pytestmark = [
@@ -32,7 +33,7 @@ def test_grouped_products_are_each_experts(groups: tuple[int, ...], dtype: torch
     ends = torch.tensor(groups, device="cuda").cumsum(0, dtype=torch.int32)
     # What the allocator has lies about: a kernel that leaves an expert's gradient unwritten is seen.
     torch.full((len(groups) * OUT * IN,), torch.nan, device="cuda", dtype=dtype)
-    found = _with_gradients(grouped_linear(rows, weight, ends), rows, weight, to_out)
+    found = _with_gradients(PLAIN.grouped(rows, weight, ends), rows, weight, to_out)
     exact_rows, exact_weight = (x.detach().double().requires_grad_() for x in (rows, weight))
     parts = exact_rows.split(list(groups))
     out = torch.cat([F.linear(part, each) for part, each in zip(parts, exact_weight.unbind(), strict=True)])

@@ -7,7 +7,7 @@ a file are reported at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, make_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean, multiples_around
 from megazero.config.options.fields import convert, fault, option, section_options
 from megazero.mesh.levels import BETWEEN, CLUSTER, INTER, INTRA, NODE, Level, links_of
+from megazero.products import PRODUCTS
 
 CLUSTERS = Path(__file__).parent / "clusters"
 OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all, all-reduce, point to point
@@ -26,9 +27,17 @@ MOST = 1 << 17  # nodes, or ranks of one: a slip of some digits is not to begin 
 LEAST = 1e-6  # of a rate, or of a share of one: by less a step takes no number of seconds that JSON has
 Section = TypeVar("Section")
 
+_RATES = {name: option(None, f"peak rate of matrix products in {name}", low=LEAST) for name in PRODUCTS}
+Rates: Any = make_dataclass(
+    "Rates",
+    [(f"{name}_tflops", "float | None", rate) for name, rate in _RATES.items()],
+    frozen=True,
+    kw_only=True,
+)
+
 
 @dataclass(frozen=True)
-class Device:
+class Device(Rates):
     """One accelerator, which one rank has for itself.
 
     matmul_efficiency: the share of the peak that large matrix products reach in a long run. product_us: what each
@@ -44,9 +53,6 @@ class Device:
     matmul_efficiency: float = option(
         MISSING, "share of the peak that matrices reach", low=LEAST, high=1, required=True
     )
-    bf16_tflops: float | None = option(None, "peak rate of matrix products in bf16", low=LEAST)
-    fp16_tflops: float | None = option(None, "the same in fp16", low=LEAST)
-    fp32_tflops: float | None = option(None, "the same in fp32", low=LEAST)
     product_us: float = option(0.0, "time of a product beside its operations, in microseconds", low=0)
     attention_efficiency: float | None = option(
         None, "share of the peak that attention reaches (default: matmul_efficiency)", low=LEAST, high=1
@@ -67,16 +73,20 @@ class Device:
         """Return the bytes of memory that tensors may take."""
         return (self.memory_gib - self.reserved_gib) * 2**30
 
-    def peak(self, dtype: str) -> float:
-        """Return the peak in operations per second. Raises ValueError if the device does not compute in ``dtype``."""
-        peaks = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
-        if peaks.get(dtype) is None:
-            known = [name for name, value in peaks.items() if value is not None]
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Return the known peaks of PRODUCTS, in operations per second."""
+        rates = {name: getattr(self, f"{name}_tflops") for name in PRODUCTS}
+        return {name: rate * 1e12 for name, rate in rates.items() if rate is not None}
+
+    def peak(self, product: str) -> float:
+        """Return the peak in operations per second. Raises ValueError if the file says none for the product."""
+        if product not in self.peaks:
             raise ValueError(
-                f"--params-dtype {dtype}: the cluster file says no rate of {self.name} in it "
-                f"(device.{dtype}_tflops); nearest: {' or '.join('--' + name for name in known) or 'add one'}"
+                f"--params-dtype {product}: the cluster file says no rate of {self.name} in it "
+                f"(device.{product}_tflops); nearest: {' or '.join('--' + name for name in self.peaks) or 'add one'}"
             )
-        return float(peaks[dtype] or 0) * 1e12
+        return self.peaks[product]
 
 
 @dataclass(frozen=True)
@@ -346,8 +356,9 @@ def parse_cluster(text: str, where: str) -> Cluster:
     }
     if top and parts["device"]:
         device = parts["device"]
-        if not any((device.bf16_tflops, device.fp16_tflops, device.fp32_tflops)):
-            errors.append(f"{where}: device needs at least one of bf16_tflops, fp16_tflops and fp32_tflops")
+        if not device.peaks:
+            rates = ", ".join(f"{name}_tflops" for name in PRODUCTS)
+            errors.append(f"{where}: device needs at least one of {rates}")
         if device.reserved_gib >= device.memory_gib:
             errors.append(
                 f"{where}: device.reserved_gib {device.reserved_gib:g} leaves nothing of memory_gib "

@@ -298,6 +298,11 @@ class PrecisionConfig:
         low=1,
     )
 
+    @property
+    def product(self) -> str:
+        """Return how the layers' linears multiply, a name of PRODUCTS."""
+        return self.params_dtype
+
 
 @dataclass(frozen=True)
 class BatchConfig:

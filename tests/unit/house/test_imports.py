@@ -20,7 +20,7 @@ FLOORS = (
     {"kernels", "families", "charts"},
     {"mesh"},
     {"checkpoint"},
-    {"comm"},
+    {"comm", "products"},
     {"zero", "tp", "cp", "pp", "moe"},
     {"config"},
     {"models", "data", "plan"},

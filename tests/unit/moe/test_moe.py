@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megazero.models import Decoder, make_model
-from megazero.moe import Decision, Dispatch, ExpertParallel, Router, grouped_linear, route, weighted
+from megazero.moe import Decision, Dispatch, ExpertParallel, Router, route, weighted
+from megazero.products.product import PLAIN
 from tests.hugging_face import to_hf_state_dict
 
 T, H, E, K = 23, 12, 5, 2
@@ -106,14 +107,14 @@ def test_grouped_products_are_those_of_each_expert(dtype: torch.dtype, width: in
     counts = [7, 0, 11, 1, 0]
     rows, weight = drawn(sum(counts), width, dtype=dtype), drawn(E, 24, width, dtype=dtype, seed=1)
     rows.requires_grad_(), weight.requires_grad_()
-    out = grouped_linear(rows, weight, torch.tensor(counts).cumsum(0).int())
+    out = PLAIN.grouped(rows, weight, torch.tensor(counts).cumsum(0).int())
     wanted = torch.cat([own @ w.t() for own, w in zip(rows.split(counts), weight, strict=True)])
     assert torch.equal(out, wanted)
     grad = drawn(*out.shape, dtype=dtype, seed=2)
     for got, want in zip(*(torch.autograd.grad(y, (rows, weight), grad) for y in (out, wanted)), strict=True):
         assert torch.allclose(got, want, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5)
     assert not torch.autograd.grad(
-        grouped_linear(rows, weight, torch.tensor(counts).cumsum(0).int()), weight, grad
+        PLAIN.grouped(rows, weight, torch.tensor(counts).cumsum(0).int()), weight, grad
     )[0][1].any()
 
 
