@@ -232,7 +232,7 @@ class Cluster:
     @property
     def slow_link(self) -> InterNode | InterLevel:
         """Return the slowest kind of link that there is: that between the parts of the highest level."""
-        return [self.inter_node, *self.above.values()][-1]
+        return self.above.get(self.levels[-1].link, self.inter_node)
 
     def with_slow_link(self, gbits_per_s: float, delay_ms: float) -> Cluster:
         """Return it with another rate of that link, so much more latency, and nothing measured over it."""
