@@ -196,17 +196,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if nodes do not divide into the racks, or these into the sites."""
-        whole, kind = self.nodes, "nodes"
+        whole, of = self.nodes, "nodes"
         for link, level in self.above.items():
+            parts, near = link.replace("inter_", "") + "s", multiples_around(whole, level.parts)
             if whole % level.parts:
-                near = multiples_around(whole, level.parts)
-                parts = link.replace("inter_", f"{level.parts} ")
-                raise ConfigError(
-                    [
-                        f"cluster {self.name}: {whole} {kind} do not divide into {parts}s; nearest: {near} {kind}"
-                    ]
-                )
-            whole, kind = level.parts, link.replace("inter_", "") + "s"
+                said = f"{whole} {of} do not divide into {level.parts} {parts}; nearest: {near} {of}"
+                raise ConfigError([f"cluster {self.name}: {said}"])
+            whole, of = level.parts, parts
 
     @property
     def world_size(self) -> int:
