@@ -54,14 +54,10 @@ class Traffic:
     def total(self, link: str) -> int:
         return sum(n for (_, at), n in self.bytes.items() if at == link)
 
-    def totals(self) -> dict[str, int]:
-        """Return the bytes of every link of the mesh, as 'link_bytes'."""
-        return {f"{link}_bytes": self.total(link) for link in self.links}
-
     def take(self) -> dict[str, int]:
         """Return the totals since the last take, by 'kind_link' and by link class, and start again at 0."""
         out = {f"{kind}_{link}_bytes": n for (kind, link), n in sorted(self.bytes.items())}
-        out |= self.totals()
+        out |= {f"{link}_bytes": self.total(link) for link in self.links}
         self.bytes.clear()
         self.messages.clear()
         return out

@@ -70,12 +70,15 @@ def _layout(config: RunConfig, world: World) -> list[str]:
         data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
         inner, outer = (pipeline, data) if config.parallel.use_tp_pp_dp_mapping else (data, pipeline)
         data = f"{inner} x {outer}, innermost first"
-    node, cp = config.ranks_per_node(world), config.parallel.context_parallel_size
+    cp = config.parallel.context_parallel_size
     ranks, batches = ("s" * (count != 1) for count in (world.world_size, micro_batches))
     samples = "s" * (config.batch.micro_batch_size != 1)
     held = zip(BETWEEN, config.parallel.level_sizes, strict=False)
-    node = ", ".join([f"{node} per node", *(f"{nodes} nodes per {name}" for name, nodes in held)])
-    lines = [f"{world.world_size} rank{ranks}, {node}: {apart}{tp} tensor-parallel x {data}"]
+    node = [
+        f"{config.ranks_per_node(world)} per node",
+        *(f"{nodes} nodes per {name}" for name, nodes in held),
+    ]
+    lines = [f"{world.world_size} rank{ranks}, {', '.join(node)}: {apart}{tp} tensor-parallel x {data}"]
     if cp > 1:
         heads, keys = config.context_levels(world)
         ways = [f"{heads} swap heads for sequence"] * (heads > 1)

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 
 NODE, CLUSTER = "node", "cluster"
 BETWEEN = ("rack", "site")  # the levels between these, the lowest first; this is all that another one takes
-INTRA, INTER = (
-    "intra_node",
-    "inter_node",
-)  # the links that every cluster has: inside a node, and between nodes
+INTRA, INTER = "intra_node", "inter_node"  # links that every cluster has: inside a node, and between nodes
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,7 @@ def make_levels(world_size: int, ranks_per_node: int, level_sizes: Sequence[int]
 
     A level may be larger than the world, which then lies in one. Raises ValueError for sizes that do not divide.
     """
-    if problem := level_problem(world_size, ranks_per_node, level_sizes):
-        raise ValueError(problem)
+    _refuse(world_size // ranks_per_node, level_sizes)
     held = (min(nodes * ranks_per_node, world_size) for nodes in level_sizes)
     names = (NODE, *BETWEEN[: len(level_sizes)], CLUSTER)
     return tuple(map(Level, names, (ranks_per_node, *held, world_size), links_of(len(level_sizes))))
@@ -43,21 +39,23 @@ def links_of(between: int = 0) -> tuple[str, ...]:
     return (INTRA, INTER, *(f"inter_{name}" for name in BETWEEN[:between]))
 
 
-def level_problem(world_size: int, ranks_per_node: int, level_sizes: Sequence[int]) -> str:
-    """Say what is illegal about --level-sizes on these ranks, or return ''."""
-    given = f"--level-sizes {' '.join(map(str, level_sizes))}"
+def _refuse(nodes: int, level_sizes: Sequence[int]) -> None:
+    """Raise ValueError, which names the nearest legal size, where levels do not hold whole ones of those below."""
+    given, below = f"--level-sizes {' '.join(map(str, level_sizes))}", 1
     if len(level_sizes) > len(BETWEEN):
-        return f"{given}: at most {len(BETWEEN)} levels ({', '.join(BETWEEN)}) lie between node and cluster"
-    nodes, below = world_size // ranks_per_node, 1
+        raise ValueError(
+            f"{given}: at most {len(BETWEEN)} levels ({', '.join(BETWEEN)}) lie between node and cluster"
+        )
     for name, size in zip(BETWEEN, level_sizes, strict=False):
-        near = max(1, round(size / below)) * below
         if size % below:
-            return f"{given}: a {name} of {size} nodes does not hold whole parts of {below}; nearest: {near}"
+            near = max(1, round(size / below)) * below
+            raise ValueError(
+                f"{given}: a {name} of {size} nodes does not hold whole parts of {below}; nearest: {near}"
+            )
         if nodes % size and size % nodes:
             near = min((k for k in range(1, nodes + 1) if nodes % k == 0), key=lambda k: (abs(k - size), k))
-            return f"{given}: {nodes} nodes do not divide into {name}s of {size}; nearest: {near}"
+            raise ValueError(f"{given}: {nodes} nodes do not divide into {name}s of {size}; nearest: {near}")
         below = size
-    return ""
 
 
 def link_between(levels: Sequence[Level], a: int, b: int) -> str:

@@ -264,11 +264,8 @@ class BaseLayout:
         return self._ring[source if (source + 1) % self.pp == target else target]
 
     def _message(self, link: str, sent: float) -> float:
-        activation = self.activation
-        levels = self.cluster.levels
-        ranks = next(
-            (low.size for low, high in pairwise(levels) if high.link == link), 1
-        )  # of the part that sends
+        activation, parts = self.activation, pairwise(self.cluster.levels)
+        ranks = {high.link: low.size for low, high in parts}.get(link, 1)  # of the part that sends
         seconds = self.collectives.message(link, sent, ranks // self._stages_on(ranks)).seconds
         cut = not activation.sequence_parallel and activation.sent < activation.whole
         if self.tp > 1 and cut:  # the receivers gather it

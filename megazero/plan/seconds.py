@@ -156,8 +156,8 @@ class Collectives:
         return (ranks - 1) * self.latency(INTER if nodes > 1 else INTRA)
 
     def latency(self, link: str) -> float:
-        links = {INTRA: self.cluster.intra_node, INTER: self.cluster.inter_node, **self.cluster.above}
-        return links[link].latency_us / 1e6
+        near = self.cluster.intra_node if link == INTRA else self.cluster.inter_node
+        return self.cluster.above.get(link, near).latency_us / 1e6
 
     def rate(self, link: str) -> float:
         """Return the bytes per second of one rank while all ranks of its node send as much."""

@@ -15,7 +15,7 @@ from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
 from megazero.mesh.grid import Grid, own_spans
 from megazero.plan.communication import ExpertRows
-from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, LayerRows, mismatches
+from megazero.verify.expected_bytes import ExpectedBytes, LayerRows, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import KEYS, RoundingRecord, UnitSlice, digest, rounded_name
 from megazero.verify.reference import (
@@ -423,10 +423,10 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
             want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1, rows=rows))
             got = Counter(record.steps[step].traffic)
             counted += want.total()
-            want[BETWEEN] += under_way
+            want[expected.between] += under_way
             under_way = 0
             if expected.under_way(step) and step not in (saved, last):
-                under_way = want.pop(BETWEEN) - got.pop(BETWEEN, 0)
+                under_way = want.pop(expected.between) - got.pop(expected.between, 0)
             for key, (formula, counter) in mismatches(want, got).items():
                 hop = key.removesuffix("_bytes")
                 wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")

@@ -44,8 +44,6 @@ from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.verify.reference import arriving, leaving
 
-BETWEEN = "outer_inter_node_bytes"  # between outer replicas
-
 
 class LayerRows(NamedTuple):
     """The rows that a rank exchanges in a layer and a micro-batch with those that share the experts."""
@@ -55,13 +53,17 @@ class LayerRows(NamedTuple):
 
 
 class ExpectedBytes:
-    """The bytes per step of every rank of a configuration. Slices are whole multiples of ``block`` elements."""
+    """The bytes per step of every rank of a configuration. Slices are whole multiples of ``block`` elements.
+
+    between: the counter of what goes between outer replicas.
+    """
 
     def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
         self.config, self.exact, self.block = config, exact, block
         self.shards, self.wire = config.shards(world), config.wire(world)
         self.grid = grid_of(config, world, self.shards.factors)
         self.width = DTYPES[config.precision.params_dtype].itemsize
+        self.between = f"outer_{self.grid.link(0, self.grid.world_size - 1)}_bytes"
         self.outer = OuterFormat.of(config.outer, self.grid.outer, self._formats().sums)
         self._cached = lru_cache(maxsize=None)(self._step)
 

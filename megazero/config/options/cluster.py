@@ -206,17 +206,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if nodes do not divide into the racks, or these into the sites."""
-        whole, kind = self.nodes, "nodes"
+        whole, of = self.nodes, "nodes"
         for link, level in self.above.items():
+            parts, near = link.replace("inter_", "") + "s", multiples_around(whole, level.parts)
             if whole % level.parts:
-                near = multiples_around(whole, level.parts)
-                parts = link.replace("inter_", f"{level.parts} ")
-                raise ConfigError(
-                    [
-                        f"cluster {self.name}: {whole} {kind} do not divide into {parts}s; nearest: {near} {kind}"
-                    ]
-                )
-            whole, kind = level.parts, link.replace("inter_", "") + "s"
+                said = f"{whole} {of} do not divide into {level.parts} {parts}; nearest: {near} {of}"
+                raise ConfigError([f"cluster {self.name}: {said}"])
+            whole, of = level.parts, parts
 
     @property
     def world_size(self) -> int:
@@ -242,7 +238,7 @@ class Cluster:
     @property
     def slow_link(self) -> InterNode | InterLevel:
         """Return the slowest kind of link that there is: that between the parts of the highest level."""
-        return [self.inter_node, *self.above.values()][-1]
+        return self.above.get(self.levels[-1].link, self.inter_node)
 
     def with_slow_link(self, gbits_per_s: float, delay_ms: float) -> Cluster:
         """Return it with another rate of that link, so much more latency, and nothing measured over it."""

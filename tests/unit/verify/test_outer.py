@@ -12,7 +12,7 @@ import torch
 
 from megazero.config import RunConfig, World, make_config
 from megazero.verify.checks import Check, by_replica, bytes_check, outer_checks
-from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes
+from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.recorder import OuterRecord, StepRecord, UnitSlice
 from megazero.verify.reference import Reference, Tensors, train_together
@@ -20,6 +20,8 @@ from megazero.verify.training_run import RankRecord, replica_rows
 from tests.sizes import TINY
 
 STEPS, WORLD = 9, World(2, 1)
+
+BETWEEN = "outer_inter_node_bytes"
 
 
 def configured(**values: Any) -> RunConfig:
