@@ -9,10 +9,12 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megazero.comm.codec import Codec, at_least_fp32
+from megazero.comm.codec import Codec, Identity, at_least_fp32
+from megazero.comm.made_once import made_once
 from megazero.comm.wire import Codecs
 from megazero.zero.axes import DataAxes
 from megazero.zero.layout import Slot, UnitLayout
+from megazero.zero.plan import Hop, UnitPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +45,21 @@ class Form:
         return at_least_fp32(self.dtype)
 
     @cached_property
+    def plan(self) -> UnitPlan[Codec]:
+        """What moves for the unit."""
+        coded, *exact = (numel for _, numel in self.layout.regions)
+        width, sums = self.dtype.itemsize, self.sum_dtype.itemsize
+        return UnitPlan(coded, sum(exact), self.axes.cut, self.codecs, width, sums)
+
+    @cached_property
     def delta(self) -> bool:
         """Whether refreshes send differences."""
-        return self.codecs.delta and self.axes.p < self.axes.os
+        return self.plan.delta
+
+    @made_once
+    def codec_of(self, hop: Hop[Codec]) -> Codec:
+        """Return the codec of a hop's messages."""
+        return hop.format or Identity(self.dtype if hop.raw else self.sum_dtype)
 
     @cached_property
     def slots(self) -> Mapping[str, Slot]:

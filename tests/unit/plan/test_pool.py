@@ -111,7 +111,7 @@ def test_a_gathers_messages(
     lifetime = "use" if p == os else "resident" if p == 1 or delta else "step"
     formats = Formats(2, 4, Codecs(Coding(bits, BLOCK), delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, 0)
-    said = states.gather_messages(UnitShape(unit.layout.numel, 0, True))
+    said = states.plan(UnitShape(unit.layout.numel, 0, True)).transient_bytes
     assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
 
 
@@ -128,8 +128,10 @@ def test_what_a_gather_ahead_of_use_adds(
     ).engine.units
     formats = Formats(2, 4, Codecs(Coding(*weights) if weights else None, delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, "resident"), formats, 0)
-    assert states.ahead_bytes(UnitShape(unit.layout.numel, 0, True)) == unit.weights.gather_bytes
-    assert (unit.weights.gather_bytes > 0) == (shards[0] > 1 or weights is not None)
+    weights_of, planned = unit.weights, states.plan(UnitShape(unit.layout.numel, 0, True)).ahead_bytes
+    messages = weights_of.refresh_wire.level_numel(0) * weights_of.refresh_codec.wire_dtype.itemsize
+    transient = messages if weights is not None else 0
+    assert planned == unit.plan.ahead_bytes == (weights_of.full.nbytes if shards[0] > 1 else transient)
 
 
 def test_what_the_next_module_needs_takes_none_of_the_bytes_beyond_it() -> None:
