@@ -15,10 +15,11 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.wire import Codecs, Coding
 from megazero.config.layout.shards import Shards
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
-from megazero.mesh.grid import make_grid
+from megazero.mesh.grid import INTER, INTRA, make_grid
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
 from megazero.plan.memory import States, gathered
+from tests.byte_formula import sent_for_unit
 from tests.gpu.test_hpz_race import CPU, MICRO_BATCHES, Cluster, Landing, Wire
 
 BLOCK = 64
@@ -68,7 +69,23 @@ def test_the_bytes_of_a_step(
     units = [UnitShape(unit.layout.numel, 0, made != zero.Codecs()) for unit in cluster.engine.units]
     copies = Copies([[[0], [1], [2]]], shards[0] == 1, prefetch_bytes)
     program = [("F", 0), ("B", 0)] * MICRO_BATCHES
-    assert model_state(units, make_grid(4, 2, shards=shards), formats, copies, program, MICRO_BATCHES) == sent
+    grid = make_grid(4, 2, shards=shards)
+    assert model_state(units, grid, formats, copies, program, MICRO_BATCHES) == sent
+    by_formula = Counter[tuple[str, str]]()
+    for unit in units:
+        by_formula += sent_for_unit(
+            unit.coded,
+            0,
+            grid.data_axes,
+            formats.codecs.weights,
+            {link: formats.codecs.gradients(link) for link in (INTRA, INTER)},
+            delta=delta,
+            whole=False,
+            width=2,
+            micro_batches=MICRO_BATCHES,
+            gathers=0,
+        )
+    assert by_formula == {key: n for key, n in sent.items() if key[0] in ("refresh", "reduce")}
 
 
 def test_processors_hold_what_is_gathered_ahead_twice() -> None:

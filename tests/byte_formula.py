@@ -1,0 +1,130 @@
+"""The bytes that a rank sends for parameters and gradients in a step: a formula that judges megazero.zero and
+megazero.plan, and imports nothing of them.
+
+Refreshes, gathers and reductions are counted axis by axis, from the sizes of parameters: without joined layers and
+chunks, and with gathers that are not bounded or, on one stage, bounded by 0 bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+from megazero.comm.wire import Coding
+from megazero.config import RunConfig, World
+from megazero.config.layout.wire import Wire
+from megazero.config.model.spec import ParameterSpec, padded_spec
+from megazero.mesh.grid import AxisSpec, make_grid
+
+Sent = Counter[tuple[str, str]]
+
+
+def up(n: int, multiple: int) -> int:
+    return (n + multiple - 1) // multiple * multiple
+
+
+def message(coded: int, exact: int, coding: Coding | None, width: int, exact_width: int) -> int:
+    """Of so many elements: digits and bf16 scales fill 16 bytes, and so do elements that are never rounded."""
+    if coding is None:
+        return (coded + exact) * width
+    return up(coded * coding.bits // 8 + coded // coding.block * 2, 16) + up(exact * exact_width, 16)
+
+
+def sent_for_unit(
+    coded: int,
+    exact: int,
+    axes: Sequence[AxisSpec],
+    weights: Coding | None,
+    gradients: dict[str, Coding | None],
+    *,
+    delta: bool,
+    whole: bool,
+    width: int,
+    micro_batches: int,
+    gathers: int,
+) -> Sent:
+    """A unit of two regions. whole: gradients are reduced once. gathers: how often it is gathered."""
+    out, sums, ranks = Sent(), max(width, 4), 1
+    p, owners = (prod(a.size for a in axes if a.role in roles) for roles in (("p",), ("p", "g", "os")))
+    own = message(coded // owners, exact // owners, weights, width, width)
+    each_reduces = not whole and any(a.role in ("p", "g") for a in axes)
+    for axis in axes:
+        first, others = ranks == 1, axis.size - 1
+        ranks *= axis.size
+        parts = coded // ranks, exact // ranks
+        if axis.role in ("g", "os"):
+            out["refresh", axis.link] += others * (owners // ranks) * own
+        if axis.role == "p":
+            kept = delta and weights is not None and p < owners
+            out["gather", axis.link] += (
+                gathers * others * (sum(parts) * width if kept else owners // ranks * own)
+            )
+        coding, raw = gradients[axis.link], first and (each_reduces or micro_batches == 1)
+        times = micro_batches if axis.role in ("p", "g") and not whole else 1
+        out["reduce", axis.link] += times * others * message(*parts, coding, width if raw else sums, sums)
+        if axis.role == "replica":  # what it owns goes back
+            out["reduce", axis.link] += others * message(*parts, coding, sums, sums)
+    return out
+
+
+def sent_in_step(config: RunConfig, world: World, rank: int) -> Sent:
+    """The step of pipeline rank ``rank``."""
+    shards, wire, parallel = config.shards(world), config.wire(world), config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, order = parallel.expert_model_parallel_size, parallel.use_tp_pp_dp_mapping
+    grid = make_grid(world.world_size, world.ranks_per_node, tp, pp, shards.factors, order, ep=ep)
+    spec, count = padded_spec(config.model, tp, ep), config.num_micro_batches(world)
+    width = {"bf16": 2, "fp32": 4}[config.precision.params_dtype]
+    modules = [
+        module for stage in config.stages() if stage.rank == rank for _, module in spec.of_stage(stage)
+    ]
+    total = Sent()
+    for place, module in enumerate(modules):
+        times = 1
+        if not config.zero.zero_prefetch_bytes and not shards.keep_gathered:
+            ends = {
+                0: count + 1,
+                len(modules) - 1: count,
+            }  # it stays for the next forward, or for the backward
+            times = ends.get(place, 2 * count)
+        held = [p for p in module.parameters if pp > 1 or module is not modules[-1] or not p.tied]
+        for unit in _units(held, tied=pp > 1, apart=ep > tp):
+            axes = grid.expert_axes if unit[0].experts else grid.data_axes
+            coded, exact = _regions(unit, tp, wire.block * prod(a.size for a in axes), wire)
+            codecs = wire if coded else type(wire)()
+            sizes = (coded, exact) if coded else (exact, 0)
+            links = {a.link: codecs.gradients(a.link) for a in (*axes, grid.axis("pp"))}
+            total += sent_for_unit(
+                *sizes,
+                axes,
+                codecs.weights,
+                links,
+                delta=wire.delta,
+                whole=shards.whole_gradients,
+                width=width,
+                micro_batches=count,
+                gathers=times,
+            )
+            if unit[0].tied and pp > 1:
+                link, sums, parts = grid.axis("pp").link, max(width, 4), (n // grid.shards[2] for n in sizes)
+                total["reduce", link] += message(*parts, links[link], sums, sums)
+    return total
+
+
+def _units(held: Sequence[ParameterSpec], tied: bool, apart: bool) -> list[list[ParameterSpec]]:
+    """What both ends hold is alone, and so are experts that ranks share."""
+    alone = [[p] for p in held if tied and p.tied]
+    experts = [p for p in held if apart and p.experts]
+    rest = [p for p in held if [p] not in alone and p not in experts]
+    return [*alone, *(unit for unit in (rest, experts) if unit)]
+
+
+def _regions(unit: Sequence[ParameterSpec], tp: int, slices: int, wire: Wire) -> tuple[int, int]:
+    """Whole blocks of every rank: of what may be rounded, and of small parameters and those that ranks replicate."""
+    sizes = [0, 0]
+    for p in unit:
+        replicated = not wire.exact and p.replicated(tp) and not p.experts
+        sizes[p.local_numel(tp) <= wire.exact_numel or replicated] += up(p.local_numel(tp), wire.block)
+    coded, exact = (up(size, slices) for size in sizes)
+    return coded, exact
