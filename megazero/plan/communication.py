@@ -25,7 +25,7 @@ from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
-from megazero.zero.plan import EXCHANGE, Cut, Hop, Hops, UnitPlan
+from megazero.zero.plan import EXCHANGE, Hop, Hops, UnitCut, UnitPlan
 
 Bytes = Counter[tuple[str, str]]  # by kind of hop and link
 NUMBER = 4  # bytes of a number of rows
@@ -61,7 +61,7 @@ class UnitShape:
     def plan(self, grid: Grid, formats: Formats, whole_gradients: bool = False) -> UnitPlan[Coding]:
         """Return what moves for the unit on this grid."""
         codecs = formats.codecs if self.quantised else Codecs[Coding]()
-        cut = Cut.of(axes_of(self.apart, grid), whole_gradients)
+        cut = UnitCut.of(axes_of(self.apart, grid), whole_gradients)
         return UnitPlan(self.coded, self.exact, cut, codecs, formats.width, formats.sums)
 
 

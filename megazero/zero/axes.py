@@ -19,7 +19,7 @@ from megazero.comm.hops import HopSpec, hop_spec
 from megazero.comm.made_once import made_once
 from megazero.mesh.grid import nearest_chain
 from megazero.mesh.mesh import Axis, Mesh
-from megazero.zero.plan import Cut, Hop
+from megazero.zero.plan import Hops, UnitCut
 
 
 @dataclass(frozen=True, eq=False)  # the units of one engine share the objects: equal is identical
@@ -105,17 +105,14 @@ class DataAxes:
         return self.axes[level - 1]
 
     @cached_property
-    def cut(self) -> Cut:
+    def cut(self) -> UnitCut:
         """How the axes inside an outer replica cut a unit."""
-        return Cut(tuple(axis.spec for axis in self.inside), self.p, self.g, self.os)
-
-    def hop_specs(self, hops: Iterable[Hop[Any]]) -> tuple[HopSpec, ...]:
-        """Return the collectives of these hops in their order."""
-        return tuple(self._hop_spec(hop.kind, hop.level) for hop in hops)
+        return UnitCut(tuple(axis.spec for axis in self.inside), self.p, self.g, self.os)
 
     @made_once
-    def _hop_spec(self, kind: str, level: int) -> HopSpec:
-        return hop_spec(kind, self.axis(level))
+    def hop_specs(self, hops: Hops[Any]) -> tuple[HopSpec, ...]:
+        """Return the collectives of these hops in their order."""
+        return tuple(hop_spec(hop.kind, self.axis(hop.level)) for hop in hops)
 
 
 def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:

@@ -75,7 +75,7 @@ _WRAPPERS = frozenset(
 
 
 @dataclass(frozen=True)
-class Built:
+class MadeUnits:
     """Holds the units in forward order, the units that every hooked module needs, the arena of the buffers that units
     share, and the number of parts.
     """
@@ -95,7 +95,7 @@ def build_units(
     init: Init | None,
     parts: Sequence[Sequence[nn.Module]] = (),
     tied: Mapping[str, str] = MappingProxyType({}),
-) -> Built:
+) -> MadeUnits:
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
 
     parts: the specs' modules that run together, if the module runs part by part (virtual pipeline stages).
@@ -140,7 +140,7 @@ def build_units(
     nested = {id(m) for each in inner for m in each.modules}
     needs = _needs(module, [m for m in listed if id(m) not in nested], owner)
     _refuse_shared_between_parts(needs, part_of)
-    return Built(units, needs, maker.arena, max(len(parts), 1))
+    return MadeUnits(units, needs, maker.arena, max(len(parts), 1))
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from megazero.comm.codec import Codec, Identity, at_least_fp32
+from megazero.comm.hops import Leg
 from megazero.comm.made_once import made_once
 from megazero.comm.wire import Codecs
+from megazero.mesh.mesh import Axis
 from megazero.zero.axes import DataAxes
 from megazero.zero.layout import Slot, UnitLayout
 from megazero.zero.plan import Hop, UnitPlan
@@ -57,9 +59,10 @@ class Form:
         return self.plan.delta
 
     @made_once
-    def codec_of(self, hop: Hop[Codec]) -> Codec:
-        """Return the codec of a hop's messages."""
-        return hop.format or Identity(self.dtype if hop.raw else self.sum_dtype)
+    def leg(self, hop: Hop[Codec], axis: Axis | None = None) -> Leg:
+        """Return a hop's axis as this rank sees it, and its codec. axis: if it is none of the unit's data axes."""
+        codec = hop.format or Identity(self.dtype if hop.raw else self.sum_dtype)
+        return Leg(axis or self.axes.axis(hop.level), codec)
 
     @cached_property
     def slots(self) -> Mapping[str, Slot]:

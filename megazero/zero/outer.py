@@ -305,7 +305,7 @@ class OuterSteps(StepPart):
     def _cross(self, unit: Unit, sums: Slice) -> Chain:
         """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
         there, back, *_ = self._hops(unit)
-        codec = unit.codec_of(there)
+        codec = unit.leg(there).codec
         rows, residual = sums.rows(unit.axes.all, self.axis.size), self._residual_rows(unit)
         for row, owed in zip(rows, residual, strict=False):
             row.add_(owed)

@@ -33,7 +33,7 @@ Format = TypeVar("Format", bound=MessageFormat)
 
 
 @dataclass(frozen=True)
-class Cut:
+class UnitCut:
     """The data axes of a unit inside an outer replica, innermost first; p, g, os: how many of them cut the
     parameters, the accumulated gradients (0 where these are whole for the step) and the optimizer states.
     """
@@ -44,7 +44,7 @@ class Cut:
     os: int
 
     @classmethod
-    def of(cls, axes: Iterable[AxisSpec], whole_gradients: bool = False) -> Cut:
+    def of(cls, axes: Iterable[AxisSpec], whole_gradients: bool = False) -> UnitCut:
         """Return how the roles of axes say that they cut."""
         axes = tuple(axes)
         p, g, os = (
@@ -92,7 +92,7 @@ class UnitPlan(Generic[Format]):
 
     coded: int
     exact: int
-    cut: Cut
+    cut: UnitCut
     codecs: Codecs[Format]
     width: int
     sums: int

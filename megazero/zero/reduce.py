@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from megazero.comm.codec import Blockwise, Codec, Identity
-from megazero.comm.hops import Leg, give_back, hop_spec, reduce, reduce_through, sum_all
+from megazero.comm.hops import give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.watch import Watch
 from megazero.mesh.mesh import Axis
@@ -176,7 +176,7 @@ def _descend_by(
     watches: Sequence[Watch],
 ) -> Chain:
     """Take one hop, or several that are fused."""
-    legs = [leg_of(unit, hop) for hop in group]
+    legs = [unit.leg(hop) for hop in group]
     leg, level = legs[0], group[0].level
     rows = source.hop(level - 1, leg.axis.size, leg.axis.index)
     if len(group) > 1:
@@ -189,10 +189,6 @@ def _descend_by(
     yield from reduce(leg, rows, apart, context, accumulate=accumulate, whole=whole, watches=watches)
 
 
-def leg_of(unit: Unit, hop: Hop[Codec]) -> Leg:
-    return Leg(unit.axes.axis(hop.level), unit.codec_of(hop))
-
-
 def share_back(unit: Unit, hop: Hop[Codec], sums: Slice, context: Context) -> Chain:
     """Return the sums of the hop's level to replicas: this rank's share goes to the others of the axis, in place.
 
@@ -200,7 +196,7 @@ def share_back(unit: Unit, hop: Hop[Codec], sums: Slice, context: Context) -> Ch
     """
     share, out = sums.rows(hop.level, 1), sums.rows(hop.level - 1, hop.axis.size)
     watches = context.rounding.watches(unit, GRADIENTS)
-    yield from give_back(leg_of(unit, hop), share, out, context, watches=watches)
+    yield from give_back(unit.leg(hop), share, out, context, watches=watches)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
@@ -211,7 +207,7 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments (whose
     noise goes by name and element) and what refreshes send stay the same bits at both.
     """
-    leg = Leg(ends, unit.codec_of(unit.plan.ends(ends.spec, exact)))
+    leg = unit.leg(unit.plan.ends(ends.spec, exact), ends)
     rows, out = unit.gradients.slice.rows(unit.axes.os, 1), unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
     yield from sum_all(leg, rows, out, context, watches=watches)

@@ -95,9 +95,9 @@ def shard(
             f"Policy(outer={policy.outer}) on a mesh of {mesh.grid.outer} outer replicas: give both "
             "Policy(outer=...) and create_mesh(outer=...), or neither"
         )
-    built = build_units(module, units, mesh, policy, chosen, init, parts, tied)
+    made = build_units(module, units, mesh, policy, chosen, init, parts, tied)
     _refuse_no_matrices(module, chosen)
-    slices = SliceOptimizer(built.units, chosen, optimizer or default_adamw())
+    slices = SliceOptimizer(made.units, chosen, optimizer or default_adamw())
     slices.refuse_cut_blocks(policy.block)
     if traits is None and slices.matrices is not None:
         raise ValueError(
@@ -105,7 +105,7 @@ def shard(
             "Traits(matrix=True) for them (weights of linears between the embedding and the head, as a rule)"
         )
     mesh.claim()
-    return Engine(module, mesh, policy, built, chosen, slices, clip_norm, timed, traffic or Traffic())
+    return Engine(module, mesh, policy, made, chosen, slices, clip_norm, timed, traffic or Traffic())
 
 
 def _refuse_other_device(device: torch.device) -> None:

@@ -65,6 +65,6 @@ def test_hops_are_named_by_kind_and_link() -> None:
     first, second, _ = axes_of(0)
     axes = DataAxes.over([second, first])
     for kind in ("refresh", "gather", "reduce"):
-        hops = [Hop(kind, GATHER, level, axes.axis(level).spec, None, 0) for level in (2, 1)]
+        hops = tuple(Hop(kind, GATHER, level, axes.axis(level).spec, None, 0) for level in (2, 1))
         assert [spec.axis for spec in axes.hop_specs(hops)] == [first.name, second.name]
         assert [spec.hop for spec in axes.hop_specs(hops)] == [f"{kind}_intra", f"{kind}_inter"]
