@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from megazero.comm.wire import Coding
+from megazero.comm.wire import Codecs, Coding
 from megazero.config import RunConfig, World
 from megazero.config.layout.wire import Wire
 from megazero.config.model.spec import ParameterSpec, padded_spec
@@ -32,35 +32,30 @@ def message(coded: int, exact: int, coding: Coding | None, width: int, exact_wid
 
 
 def sent_for_unit(
-    coded: int,
-    exact: int,
+    sizes: tuple[int, int],
     axes: Sequence[AxisSpec],
-    weights: Coding | None,
-    gradients: dict[str, Coding | None],
+    codecs: Codecs[Coding],
     *,
-    delta: bool,
-    whole: bool,
     width: int,
     micro_batches: int,
-    gathers: int,
+    gathers: int = 0,
+    whole: bool = False,
 ) -> Sent:
-    """A unit of two regions. whole: gradients are reduced once. gathers: how often it is gathered."""
-    out, sums, ranks = Sent(), max(width, 4), 1
+    """A unit's regions have these sizes. whole: gradients are reduced once. gathers: how often it is gathered."""
+    out, sums, ranks, (coded, exact) = Sent(), max(width, 4), 1, sizes
     p, owners = (prod(a.size for a in axes if a.role in roles) for roles in (("p",), ("p", "g", "os")))
-    own = message(coded // owners, exact // owners, weights, width, width)
+    own = message(coded // owners, exact // owners, codecs.weights, width, width)
     each_reduces = not whole and any(a.role in ("p", "g") for a in axes)
     for axis in axes:
         first, others = ranks == 1, axis.size - 1
         ranks *= axis.size
-        parts = coded // ranks, exact // ranks
+        parts, slices = (coded // ranks, exact // ranks), owners // ranks * own
         if axis.role in ("g", "os"):
-            out["refresh", axis.link] += others * (owners // ranks) * own
+            out["refresh", axis.link] += others * slices
         if axis.role == "p":
-            kept = delta and weights is not None and p < owners
-            out["gather", axis.link] += (
-                gathers * others * (sum(parts) * width if kept else owners // ranks * own)
-            )
-        coding, raw = gradients[axis.link], first and (each_reduces or micro_batches == 1)
+            kept = codecs.delta and p < owners
+            out["gather", axis.link] += gathers * others * (sum(parts) * width if kept else slices)
+        coding, raw = codecs.gradients(axis.link), first and (each_reduces or micro_batches == 1)
         times = micro_batches if axis.role in ("p", "g") and not whole else 1
         out["reduce", axis.link] += times * others * message(*parts, coding, width if raw else sums, sums)
         if axis.role == "replica":  # what it owns goes back
@@ -76,39 +71,23 @@ def sent_in_step(config: RunConfig, world: World, rank: int) -> Sent:
     grid = make_grid(world.world_size, world.ranks_per_node, tp, pp, shards.factors, order, ep=ep)
     spec, count = padded_spec(config.model, tp, ep), config.num_micro_batches(world)
     width = {"bf16": 2, "fp32": 4}[config.precision.params_dtype]
-    modules = [
-        module for stage in config.stages() if stage.rank == rank for _, module in spec.of_stage(stage)
-    ]
+    stages = [stage for stage in config.stages() if stage.rank == rank]
+    modules = [module for stage in stages for _, module in spec.of_stage(stage)]
+    bounded = not config.zero.zero_prefetch_bytes and not shards.keep_gathered
+    stays = {0: count + 1, len(modules) - 1: count}  # for the next forward, or for the backward
     total = Sent()
     for place, module in enumerate(modules):
-        times = 1
-        if not config.zero.zero_prefetch_bytes and not shards.keep_gathered:
-            ends = {
-                0: count + 1,
-                len(modules) - 1: count,
-            }  # it stays for the next forward, or for the backward
-            times = ends.get(place, 2 * count)
+        times = stays.get(place, 2 * count) if bounded else 1
         held = [p for p in module.parameters if pp > 1 or module is not modules[-1] or not p.tied]
         for unit in _units(held, tied=pp > 1, apart=ep > tp):
             axes = grid.expert_axes if unit[0].experts else grid.data_axes
             coded, exact = _regions(unit, tp, wire.block * prod(a.size for a in axes), wire)
-            codecs = wire if coded else type(wire)()
-            sizes = (coded, exact) if coded else (exact, 0)
-            links = {a.link: codecs.gradients(a.link) for a in (*axes, grid.axis("pp"))}
-            total += sent_for_unit(
-                *sizes,
-                axes,
-                codecs.weights,
-                links,
-                delta=wire.delta,
-                whole=shards.whole_gradients,
-                width=width,
-                micro_batches=count,
-                gathers=times,
-            )
+            codecs, sizes = (wire, (coded, exact)) if coded else (type(wire)(), (exact, 0))
+            rest = {"width": width, "micro_batches": count, "gathers": times, "whole": shards.whole_gradients}
+            total += sent_for_unit(sizes, axes, codecs, **rest)
             if unit[0].tied and pp > 1:
                 link, sums, parts = grid.axis("pp").link, max(width, 4), (n // grid.shards[2] for n in sizes)
-                total["reduce", link] += message(*parts, links[link], sums, sums)
+                total["reduce", link] += message(*parts, codecs.gradients(link), sums, sums)
     return total
 
 

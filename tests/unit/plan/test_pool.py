@@ -15,7 +15,7 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.wire import Codecs, Coding
 from megazero.config.layout.shards import Shards
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
-from megazero.mesh.grid import INTER, INTRA, make_grid
+from megazero.mesh.grid import make_grid
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
 from megazero.plan.memory import States, gathered
@@ -73,17 +73,9 @@ def test_the_bytes_of_a_step(
     assert model_state(units, grid, formats, copies, program, MICRO_BATCHES) == sent
     by_formula = Counter[tuple[str, str]]()
     for unit in units:
+        codecs = formats.codecs if unit.quantised else Codecs[Coding]()
         by_formula += sent_for_unit(
-            unit.coded,
-            0,
-            grid.data_axes,
-            formats.codecs.weights,
-            {link: formats.codecs.gradients(link) for link in (INTRA, INTER)},
-            delta=delta,
-            whole=False,
-            width=2,
-            micro_batches=MICRO_BATCHES,
-            gathers=0,
+            (unit.coded, 0), grid.data_axes, codecs, width=2, micro_batches=MICRO_BATCHES
         )
     assert by_formula == {key: n for key, n in sent.items() if key[0] in ("refresh", "reduce")}
 
