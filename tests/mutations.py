@@ -106,7 +106,7 @@ megazero/zero/grad_norm.py
 > tests/unit/zero/test_engine_alone.py::test_tied_parameters_count_at_one_end
 
 megazero/zero/layout.py
-- at += -(-slots[-1].numel // block) * block
+- at += filled(slots[-1].numel, block)
 + at += slots[-1].numel
   a block has two parameters' elements
 > tests/unit/zero/test_layout.py::test_any_sizes
@@ -124,8 +124,8 @@ megazero/zero/outer.py
 > tests/dist/outer/test_outer.py::test_ranks_take_the_steps_of_diloco
 
 megazero/zero/reduce.py
-- accumulate=self.micro_batch > 0)
-+ accumulate=True)
+- staging, sums, context, accumulate=accumulate)
++ staging, sums, context, accumulate=True)
   the last step's gradients are added, G > 1
 > tests/unit/zero/test_engine_alone.py::test_a_step_that_is_not_finite_leaves_nothing_for_the_next
 

@@ -126,7 +126,8 @@ def shard(mesh_of: MeshOf, settings: Settings, run: Run) -> tuple[Decoder, zero.
     own: dict[str, Any] = {"optimizer": zero.default_adamw(**adamw)}
     if variant.muon:
         own["optimizer"] = partial(zero.Muon, **adamw, **MUON_OPTIONS)
-        own["traits"] = partial(traits, model.matrices())
+        matrices = {n: p.cut for n, p in model.specs.items() if p.multiplies and not p.vocabulary}
+        own["traits"] = partial(traits, matrices)
     engine = zero.shard(
         model,
         mesh=mesh,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.made_once import made_once
-from megazero.comm.wire import Codecs, Coding
+from megazero.comm.wire import ALIGN, Codecs, Coding, filled
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import dequantize
@@ -35,8 +35,6 @@ from megazero.kernels.sum_rows import sum_rows
 
 __all__ = ["Blockwise", "Codec", "Hadamard", "Identity", "decoded", "encoded"]
 
-ALIGN = 16  # bytes: messages and exact regions start at multiples of it
-
 
 class Codec(Protocol):
     """The interface of every wire format."""
@@ -46,6 +44,10 @@ class Codec(Protocol):
 
     def message_numel(self, n: int, exact: int = 0) -> int:
         """Return how many elements of wire_dtype a slice of n elements and ``exact`` exact elements takes."""
+        ...
+
+    def message_bytes(self, n: int, exact: int = 0) -> int:
+        """Return the bytes of a slice of n elements and of ``exact`` bytes that are sent as they are."""
         ...
 
     def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -84,6 +86,9 @@ class Identity:
 
     def message_numel(self, n: int, exact: int = 0) -> int:
         return n + exact
+
+    def message_bytes(self, n: int, exact: int = 0) -> int:
+        return n * self.wire_dtype.itemsize + exact
 
     def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Encode as the protocol says.
@@ -162,7 +167,7 @@ class Blockwise(Coding):
         return torch.uint8
 
     def message_numel(self, n: int, exact: int = 0) -> int:
-        return self._exact_start(n) + _aligned(exact * self.exact_dtype.itemsize)
+        return self.message_bytes(n, exact * self.exact_dtype.itemsize)
 
     def error_bound(self, x: Tensor) -> Tensor:
         """Return fp32 [k, n / block]: the most by which elements of x [k, n] and their decoded fp32 values differ."""
@@ -256,7 +261,7 @@ class Blockwise(Coding):
 
     @made_once
     def _exact_start(self, n: int) -> int:
-        return _aligned(self.form.coded_bytes(n))
+        return filled(self.form.coded_bytes(n), ALIGN)
 
     def _check(self, messages: Tensor, n: int, exact: Tensor | None) -> None:
         need = self.message_numel(n, 0 if exact is None else exact.shape[-1])
@@ -335,7 +340,3 @@ def decoded(
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums of values of a float dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 #           fp32 scales  64: 0.563  1.2e-2 2.6e-2   128: 0.531  1.4e-2 3.8e-2
 # At equal bytes bf16 scales in blocks half as large win; rounding them up costs 1% of it at 4 bits, 1.5% at 8.
 DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}
+ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,18 @@ class Coding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", self.block or DEFAULT_BLOCK.get(self.bits, 64))
+
+    def message_bytes(self, n: int, exact: int = 0) -> int:
+        """Return the bytes of a message of n elements, whole blocks, and ``exact`` bytes that are sent as they are.
+
+        Digits with scales (kernels/format.py), and what is exact, are each filled up.
+        """
+        return filled(n * self.bits // 8 + 2 * n // self.block, ALIGN) + filled(exact, ALIGN)
+
+
+def filled(size: int, multiple: int) -> int:
+    """Return the least multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple
 
 
 Format = TypeVar("Format")  # a Coding, or the codec that encodes it

@@ -371,19 +371,6 @@ class Decoder(nn.Module):
         tied = self.tied_ends()
         return {name: whole[tied.get(name, name)] for name, _ in self.stored()}
 
-    def replicated_parameters(self) -> set[str]:
-        """Return the parameters that several ranks of the tp axis hold (they count once in a norm)."""
-        return {name for name, p in self.specs.items() if p.replicated(self.tp.size)}
-
-    def replica_span(self, name: str) -> int:
-        """Return how many consecutive ranks hold the same part of a replicated parameter; 0: all of the tp axis."""
-        copies = self.specs[name].copies(self.tp.size)
-        return copies if copies > 1 else 0
-
-    def partial_gradients(self) -> set[str]:
-        """Return the parameters whose gradient on this rank is one term of a sum over the tp axis."""
-        return {n for n, p in self.specs.items() if p.partial(self.tp.size, self.tp.sharded_sequence)}
-
     def no_weight_decay(self) -> set[str]:
         """Return the norms and biases, which get no weight decay."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
@@ -394,10 +381,6 @@ class Decoder(nn.Module):
         shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         words = {n: p for n, p in self.named_parameters() if self.specs[n].vocabulary}
         return {name: shard.valid * (p.numel() // shard.rows) for name, p in words.items()}
-
-    def matrices(self) -> dict[str, int | None]:
-        """Map the matrices of the layers to the dimension that tensor-parallel ranks cut."""
-        return {n: p.cut for n, p in self.specs.items() if p.multiplies and not p.vocabulary}
 
     def embedding_and_head(self) -> set[str]:
         """Return which of the two tables of tokens, of the input and of the output, are held here.

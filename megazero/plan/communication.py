@@ -1,8 +1,6 @@
 """The bytes that one rank sends in a step, from sizes alone.
 
-Pure; it uses no counter, codec or chain of the engine. Axes are counted from the innermost. On axis j of size
-a_j, a gather of a slice of m bytes per rank sends (a_j - 1) m bytes; an all-to-all of rows of m bytes sends as much.
-Level l is the slice that is left after axes 1..l. ``formats`` give the bits and block of each hop, or None.
+Pure. zero/plan.py says what moves for a unit; here are the sums over a step, and what layers and stages send.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import comb, prod
+from math import comb
 from typing import NamedTuple
 
 from megazero.comm.wire import Codecs, Coding
@@ -29,12 +27,10 @@ from megazero.mesh.levels import INTRA
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
+from megazero.zero.plan import EXCHANGE, Hop, Hops, UnitCut, UnitPlan
 
-Hop = tuple[str, str]  # its kind, its link
-Bytes = Counter[Hop]
-ALIGNED = 16  # bytes that parts of a quantised message are filled up to
+Bytes = Counter[tuple[str, str]]  # by kind of hop and link
 NUMBER = 4  # bytes of a number of rows
-GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
 OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
@@ -64,9 +60,11 @@ class UnitShape:
     def elements(self) -> int:
         return self.coded + self.exact
 
-    def axes(self, grid: Grid) -> tuple[AxisSpec, ...]:
-        """Return the data-parallel axes that the unit lies on, innermost first."""
-        return axes_of(self.apart, grid)
+    def plan(self, grid: Grid, formats: Formats, whole_gradients: bool = False) -> UnitPlan[Coding]:
+        """Return what moves for the unit on this grid."""
+        codecs = formats.codecs if self.quantised else Codecs[Coding]()
+        cut = UnitCut.of(axes_of(self.apart, grid), whole_gradients)
+        return UnitPlan(self.coded, self.exact, cut, codecs, formats.width, formats.sums)
 
 
 def axes_of(apart: int, grid: Grid) -> tuple[AxisSpec, ...]:
@@ -90,33 +88,6 @@ class Formats:
         """Return a run's formats. By default sums have at least 4 bytes."""
         return cls(width, sums or max(width, 4), codecs)
 
-    def of_weights(self, unit: UnitShape) -> Coding | None:
-        return self.codecs.weights if unit.quantised else None
-
-    def of_gradients(self, unit: UnitShape, link: str) -> Coding | None:
-        return self.codecs.gradients.get(link) if unit.quantised else None
-
-
-def message(unit: UnitShape, parts: int, coding: Coding | None, width: int, exact_width: int) -> int:
-    """Return the bytes of one of ``parts`` equal slices of a unit.
-
-    Without a coding every element has ``width`` bytes. With one, only the exact region is sent as it is, and its
-    elements have ``exact_width`` bytes.
-    """
-    coded, exact = unit.coded // parts, unit.exact // parts
-    if coding is None:
-        return (coded + exact) * width
-    return coded_message(coded, coding) + _fill(exact * exact_width)
-
-
-def coded_message(elements: int, coding: Coding) -> int:
-    """Return the bytes of a message of whole blocks: digits and scales."""
-    return _fill(elements * coding.bits // 8 + 2 * elements // coding.block)
-
-
-def _fill(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
-
 
 def model_state(
     units: Sequence[UnitShape],
@@ -125,7 +96,7 @@ def model_state(
     copies: Copies,
     program: Sequence[Segment],
     micro_batches: int,
-    updates: Sequence[HopBytes] = (),
+    updates: Sequence[Hop[Coding]] = (),
 ) -> Bytes:
     """Return the bytes of a step in which every unit is updated: of its hops, and of sums and scalars beside them.
 
@@ -133,37 +104,29 @@ def model_state(
     """
     out: Bytes = Counter()
 
-    def take(kind: str, hops: Iterable[HopBytes], times: int) -> None:
+    def take(hops: Iterable[Hop[Coding]], times: int = 1) -> None:
         for hop in hops:
-            out[kind, hop.axis.link] += times * hop.sent
+            out[hop.kind, hop.axis.link] += times * hop.sent
 
+    plans = {unit: unit.plan(grid, formats, copies.whole_gradients) for unit in set(units)}
     # Of experts, all that is left of P may be one rank: they are not gathered then.
-    sizes = [0 if unit.apart >= max(grid.shards[0], 2) else unit.elements * formats.width for unit in units]
-    weights = [weight_hops(unit, unit.axes(grid), formats) for unit in units]
-    moves = any(gather for _, gather in weights)
+    sizes = [plans[unit].ahead_bytes if plans[unit].cut.p else 0 for unit in units]
+    moves = any(plan.gather for plan in plans.values())
     gathered = gathers(copies, program, sizes) if moves else Counter[int]()
-    for index, (unit, (refresh, gather)) in enumerate(zip(units, weights, strict=True)):
-        reduction = gradient_hops(unit, unit.axes(grid), formats, micro_batches, copies.whole_gradients)
-        take("refresh", refresh, 1)
-        take("gather", gather, gathered[index])
-        take("reduce", [hop for hop in reduction if hop.every], micro_batches)
-        take("reduce", [hop for hop in reduction if not hop.every], 1)
-        take("reduce", [ends_hop(unit, grid, formats)] if unit.tied else [], 1)
-    take("update", updates, 2)
+    for index, unit in enumerate(units):
+        plan = plans[unit]
+        take(plan.refresh)
+        take(plan.gather, gathered[index])
+        take(plan.reduction(False), micro_batches - 1)
+        take(plan.reduction(True, micro_batches == 1))
+        take([plan.ends(grid.axis("pp"))] if unit.tied else [])
+    take(updates, 2)
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
     told = SCALARS + OF_ROUNDING * (not formats.codecs.exact) + OUTER_SCALARS * (grid.outer > 1)
     for link, rows in grid.rows_sent.items():
         out["scalar", link] += rows * told
     return +out
-
-
-def _levels(axes: Sequence[AxisSpec], whole_gradients: bool = False) -> tuple[int, int, int, int]:
-    """Return how many axes cut parameters, accumulated gradients, optimizer states, and how many there are."""
-    roles = [axis.role for axis in axes]
-    p = roles.count("p")
-    g = p + roles.count("g")
-    return p, 0 if whole_gradients else g, g + roles.count("os"), len(roles)
 
 
 @dataclass(frozen=True)
@@ -194,97 +157,10 @@ class OuterFormat:
     def coding(self) -> Coding | None:
         return outer_coding(self.config)
 
-    def message_of(self, unit: UnitShape, d: int) -> int:
-        """Return the bytes of one rank's message to another replica, of d ranks in each."""
+    def meeting(self, plan: UnitPlan[Coding], grid: Grid) -> Hops[Coding]:
+        """Return the hops of a unit's meeting in their order: there and back, then to the copies of the OS slice."""
         width = self.sums if self.config.outer_bits == EXACT_BITS else 2
-        return message(unit, d // unit.apart * self.replicas, self.coding, width, self.sums)
-
-    def hops(self, unit: UnitShape, grid: Grid) -> tuple[HopBytes, ...]:
-        """Return the hops of a meeting in their order: there and back, then to the copies of the OS slice."""
-        axes, axis = unit.axes(grid), grid.axis("outer")
-        sent = (self.replicas - 1) * self.message_of(unit, grid.dp)
-        *_, os, every = _levels(axes)
-        inside = _gather_hops(axes, every, os, every, unit.elements * unit.apart // grid.dp * self.sums)
-        return HopBytes(EXCHANGE, axis, sent), HopBytes(GATHER, axis, sent), *inside
-
-    def sent(self, units: Iterable[UnitShape], d: int) -> int:
-        """Return the bytes that a rank of d sends to other replicas in a step that meets: there and back."""
-        return 2 * (self.replicas - 1) * sum(self.message_of(unit, d) for unit in units)
-
-
-@dataclass(frozen=True)
-class HopBytes:
-    """One collective over ``axis``, in which a rank sends ``sent`` bytes.
-
-    operation: GATHER or EXCHANGE. every: a reduction takes the hop with every micro-batch, not with the last alone.
-    """
-
-    operation: str
-    axis: AxisSpec
-    sent: int
-    every: bool = False
-
-
-def weight_hops(
-    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats
-) -> tuple[tuple[HopBytes, ...], tuple[HopBytes, ...]]:
-    """Return the hops of a refresh and of a gather, each in the order in which they are taken (outermost first)."""
-    p, _, os, _ = _levels(axes)
-    width = formats.width
-    own = message(unit, prod(a.size for a in axes[:os]), formats.of_weights(unit), width, width)
-    refresh = _gather_hops(axes, os, p, os, own)
-    inner = os
-    if formats.codecs.delta and unit.quantised and p < os:
-        own, inner = unit.elements // prod(a.size for a in axes[:p]) * width, p
-    return refresh, _gather_hops(axes, p, 0, inner, own)
-
-
-def _gather_hops(
-    axes: Sequence[AxisSpec], deepest: int, outer: int, inner: int, own: int
-) -> tuple[HopBytes, ...]:
-    """Return the hops from level ``deepest`` to ``outer``. A slice of level ``inner`` has ``own`` bytes."""
-    return tuple(
-        HopBytes(
-            GATHER,
-            axes[level - 1],
-            (axes[level - 1].size - 1) * prod(a.size for a in axes[level:inner]) * own,
-        )
-        for level in range(deepest, outer, -1)
-    )
-
-
-def gradient_hops(
-    unit: UnitShape,
-    axes: Sequence[AxisSpec],
-    formats: Formats,
-    micro_batches: int,
-    whole_gradients: bool = False,
-) -> tuple[HopBytes, ...]:
-    """Return the hops of the last micro-batch's reduction in their order. The others take those of ``every``."""
-    _, g, os, every = _levels(axes, whole_gradients)
-    descent, back = [], []
-    for level in range(1, every + 1):
-        axis = axes[level - 1]
-        coding = formats.of_gradients(unit, axis.link)
-        raw = level == 1 and (g > 0 or micro_batches == 1)  # one micro-batch's gradients, not a sum
-        parts = prod(a.size for a in axes[:level])
-        width = formats.width if raw else formats.sums
-        row = message(unit, parts, coding, width, formats.sums)
-        descent.append(HopBytes(EXCHANGE, axis, (axis.size - 1) * row, level <= g))
-        if level > os:  # replicas: the owner's share goes back
-            share = message(unit, parts, coding, formats.sums, formats.sums)
-            back.append(HopBytes(GATHER, axis, (axis.size - 1) * share))
-    return (*descent, *reversed(back))
-
-
-def ends_hop(unit: UnitShape, grid: Grid, formats: Formats) -> HopBytes:
-    """Return the hop in which the pipeline's two ends give each other their gradients of a tied unit.
-
-    The ends lie on one node only if the whole pipeline does.
-    """
-    axis = grid.axis("pp")
-    coding = formats.of_gradients(unit, axis.link)
-    return HopBytes(GATHER, axis, message(unit, grid.shards[2], coding, formats.sums, formats.sums))
+        return plan.meeting(grid.axis("outer"), self.coding, width)
 
 
 def matrix_width(optimizer: OptimizerConfig, width: int) -> int:
@@ -292,14 +168,15 @@ def matrix_width(optimizer: OptimizerConfig, width: int) -> int:
     return 2 if optimizer.muon_fp32_matmul_prec == "medium" else max(width, 4)
 
 
-def update_hops(held: float, axes: Sequence[AxisSpec], width: int) -> tuple[HopBytes, ...]:
+def update_hops(held: float, axes: Sequence[AxisSpec], width: int) -> Hops[Coding]:
     """Return the hops of matrices over these axes to their owners; their updates take as many back.
 
     held: the elements of them that a rank holds. width: the bytes of an element of the messages. Bytes are means over
     the ranks, and of owners that hold no more of a matrix than others do: at most what is sent, since near owners are
     chosen (mesh/dealing.py).
     """
-    return tuple(HopBytes(EXCHANGE, a, int(held * width * (a.size - 1) / a.size)) for a in axes)
+    sent = (int(held * width * (axis.size - 1) / axis.size) for axis in axes)
+    return tuple(Hop("update", EXCHANGE, i, axes[i - 1], None, each) for i, each in enumerate(sent, 1))
 
 
 # -- activations ---------------------------------------------------------------------------------------
@@ -398,9 +275,9 @@ def inside_modules(
 
 def module_bytes(
     config: RunConfig, module: ModuleSpec, grid: Grid, activation: Activation, rows: ExpertRows | None
-) -> tuple[Counter[Hop], Counter[Hop]]:
+) -> tuple[Bytes, Bytes]:
     """Return the bytes of collectives in a module's forward and in its backward, of one micro-batch."""
-    out = Counter[Hop](), Counter[Hop]()
+    out = Bytes(), Bytes()
     for sent, size in zip(out, module_sums(config, module, activation), strict=True):
         sent["tp", INTRA] += size
     if not isinstance(module, LayerSpec):
@@ -485,7 +362,7 @@ def _coded(gather: ContextExchange, config: RunConfig, elements: Sequence[int]) 
     if coding is None or gather.axis.link == INTRA:
         return gather
     coded = [-(-n // coding.block) * coding.block for n in elements]
-    row = sum(coded_message(n, coding) for n in coded)
+    row = sum(map(coding.message_bytes, coded))
     return ContextExchange(gather.axis, gather.others, row, True, sum(coded))
 
 
@@ -552,7 +429,7 @@ def expert_rows(
     model, (inside, across) = config.model, grid.ep_axes
     row, value = activation.hidden * activation.width, max(activation.width, 4)
     coding = dispatch_coding(config.parallel.moe_dispatch_across_nodes, activation.hidden)
-    coded = coded_message(activation.hidden, coding) if coding else row
+    coded = coding.message_bytes(activation.hidden) if coding else row
     recompute = config.training.recompute_granularity == "full"
     own, k = (model.num_experts or 0) // grid.ep, model.moe_router_topk
 

@@ -87,7 +87,7 @@ class Messages:
             for link, _, busy in _on_links(chains.every):
                 links[link].every += number * busy
         update = layout.base.compute.update(units.elements / layout.shards.os) + layout.matrix_seconds(0)
-        staged = any(layout.states.g(unit) > 1 for unit, _ in units.counts)
+        staged = any(layout.states.staged(unit) for unit, _ in units.counts)
         return cls(links, update, staged)
 
     def step_seconds(self, base: BaseLayout, gathered: bool) -> float:

@@ -1,4 +1,4 @@
-"""When each unit is gathered over P in a step: the rule of zero/gather.py, from sizes alone.
+"""When each unit is gathered over P in a step, by the engine's rule (zero/plan.py: coming), from sizes alone.
 
 A segment of the program (a forward or backward of one part) depends on the units held when it begins and on the
 segments after it. Both soon repeat, so a long step costs little more than a short one.
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+from megazero.zero.plan import coming, window
 
 Segment = tuple[str, int]  # kind, as in zero/program.py, and part
 Units = frozenset[int]
@@ -82,8 +84,7 @@ class _Rule:
         self.copies, self.sizes = copies, sizes
         self.known: dict[object, tuple[Sequence[ModuleUse], GatheredUnits]] = {}  # what happened in a segment
         self.programs: dict[tuple[Segment, ...], Sequence[ModuleUse]] = {}
-        # Uses that are looked at, as in zero/gather.py.
-        self.window = 2 * max(len(sizes), sum(len(modules) for modules in copies.uses))
+        self.window = window(len(sizes), sum(len(modules) for modules in copies.uses))
         self.part_of: dict[int, int] = {}  # the first part that uses the unit
         for part, modules in enumerate(copies.uses):
             for units in modules:
@@ -165,24 +166,7 @@ class _Rule:
         return out[::-1]
 
     def coming(self, later: Iterable[Sequence[int]], held: GatheredUnits) -> dict[int, None]:
-        """Return the units gathered for later modules: all of the next one, and more within the bytes.
-
-        The next module is the first that needs more than what is in use. What is ahead already counts first.
-        """
-        coming: dict[int, None] = {}
-        budget, reached = self.copies.prefetch_bytes - sum(self.sizes[u] for u in held.ahead), False
-        for units in later:
-            if not reached:
-                coming.update(dict.fromkeys(units))
-                reached = not held.in_use.issuperset(units)
-                budget += sum(self.sizes[u] for u in held.ahead.intersection(units)) if reached else 0
-                continue
-            for unit in units:
-                if unit in coming:
-                    continue
-                free = unit in held.ahead or self.copies.keep_gathered and unit in held.in_use
-                budget -= 0 if free else self.sizes[unit]
-                if budget < 0:
-                    return coming
-                coming[unit] = None
-        return coming
+        """Return the units gathered for later modules."""
+        here, keeps = held.in_use.__contains__, self.copies.keep_gathered
+        found = coming(later, here, held.ahead, lambda _: keeps, self.sizes, self.copies.prefetch_bytes)
+        return dict.fromkeys(found)

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from megazero.comm.wire import Coding
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS, OPTIMIZERS
@@ -18,10 +19,11 @@ from megazero.mesh.levels import INTRA
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
 from megazero.plan.base_layout import BaseLayout, grid_of, schedule_of
-from megazero.plan.communication import Bytes, Formats, HopBytes, OuterFormat, UnitShape
+from megazero.plan.communication import Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies, Segment
 from megazero.plan.memory import WAITING, Memory, RankMemory, States
 from megazero.plan.units import LayerMatrix, RankUnits, UnitRule
+from megazero.zero.plan import EXCHANGE, Hop, Hops
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back
@@ -84,7 +86,7 @@ class Stepped:
         return self._held(self.found)
 
     @cached_property
-    def hops(self) -> tuple[HopBytes, ...]:
+    def hops(self) -> Hops[Coding]:
         """The hops to the owners. Tensor-parallel ranks send what they step together."""
         shared = self._held(each for each in self.found if each[0].cut.shared)
         more = communication.update_hops(shared, [self.grid.axis("tp")] if shared else [], self.width)
@@ -212,30 +214,32 @@ class Layout:
         )
 
     def _make_chains(self, unit: UnitShape) -> UnitChains:
-        axes, compute = unit.axes(self.grid), self.base.compute
-        refresh, gather = communication.weight_hops(unit, axes, self.formats)
-        summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
-        reduction = communication.gradient_hops(
-            unit, summed, self.formats, self.base.micro_batches, self.shards.whole_gradients
-        )
+        compute, plan = self.base.compute, self.states.plan(unit)
+        summed = plan
+        if self.all_reduce:
+            p_and_g = sum(axis.role in ("p", "g") for axis in plan.cut.axes)
+            summed = replace(plan, cut=replace(plan.cut, os=p_and_g))
         last: list[TimedHop] = []
         every: list[TimedHop] = []
         left = unit.elements
-        for hop in reduction:
+        for hop in summed.reduction(True, self.base.micro_batches == 1):
             hops = [self._timed_hop(hop)]
-            if hop.operation == communication.EXCHANGE:  # messages are encoded, decoded and summed
+            if hop.verb == EXCHANGE:  # messages are encoded, decoded and summed
                 hops += _local(compute.summed(left, self.formats.sums))
                 left //= hop.axis.size
             last += hops
-            every += hops if hop.every else []
+            every += hops if hop.level <= plan.cut.g else []
         # What came in few bits is decoded by the gather, or without one by the refresh.
-        decoded = _local(compute.decoded(unit.elements) if self.formats.of_weights(unit) else 0.0)
+        decoded = _local(compute.decoded(unit.elements) if plan.codecs.weights else 0.0)
         return UnitChains(
-            refresh=(*map(self._timed_hop, refresh), *(decoded if refresh and not gather else ())),
-            gather=(*map(self._timed_hop, gather), *(decoded if gather else ())),
+            refresh=(
+                *map(self._timed_hop, plan.refresh),
+                *(decoded if plan.refresh and not plan.gather else ()),
+            ),
+            gather=(*map(self._timed_hop, plan.gather), *(decoded if plan.gather else ())),
             every=tuple(every),
             last=tuple(last),
-            ahead_bytes=self.states.ahead_bytes(unit),
+            ahead_bytes=plan.ahead_bytes,
         )
 
     def meeting_chain(self, unit: UnitShape) -> Chain:
@@ -243,8 +247,8 @@ class Layout:
         outer = self.states.outer
         if outer is None:
             return ()
-        compute, own = self.base.compute, unit.elements / self.states.factors(unit)[2] * outer.sums
-        there, *back = outer.hops(unit, self.grid)
+        compute, own = self.base.compute, unit.elements / self.states.plan(unit).shards[2] * outer.sums
+        there, *back = self.states.meeting(unit)
         share = unit.elements * unit.apart / self.grid.dp
         # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
         begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)
@@ -274,7 +278,7 @@ class Layout:
             for apart in dict.fromkeys(matrix.apart for matrix, _ in found)
         ]
 
-    def update_hops(self, rank: int) -> tuple[HopBytes, ...]:
+    def update_hops(self, rank: int) -> Hops[Coding]:
         """Return the hops of a pipeline rank's matrices to their owners: none if the optimizer is elementwise."""
         return tuple(hop for each in self._stepped(rank) for hop in each.hops)
 
@@ -294,9 +298,9 @@ class Layout:
             total += max(products, messages) + min(products, messages) / max(each.held / ROUND_NUMEL, 1.0)
         return total
 
-    def _timed_hop(self, hop: HopBytes) -> TimedHop:
+    def _timed_hop(self, hop: Hop[Coding]) -> TimedHop:
         collectives = self.base.collectives
-        cost = collectives.of_axis(hop.operation, hop.axis, hop.sent)
+        cost = collectives.of_axis(hop.verb, hop.axis, hop.sent)
         return TimedHop(collectives.link_of(hop.axis), cost.seconds, cost.latency)
 
     @cached_property
@@ -321,7 +325,10 @@ class Layout:
         outer = self.states.outer
         if outer is None:
             return 0.0, 0.0
-        most = max(outer.sent(self.units(rank).shapes, self.grid.dp) for rank in range(self.base.pp))
+        every = [self.units(rank).shapes for rank in range(self.base.pp)]
+        most = max(
+            sum(hop.sent for unit in units for hop in self.states.meeting(unit)[:2]) for units in every
+        )
         return most / outer.config.outer_interval, most
 
     @property

@@ -12,14 +12,17 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import cycle, islice
 
+from megazero.comm.made_once import made_once
+from megazero.comm.wire import Coding
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, is_layer, model_spec, parameter_count
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import Grid, expert_shards
-from megazero.plan.communication import EXCHANGE, Formats, OuterFormat, UnitShape, gradient_hops, message
+from megazero.plan.communication import Formats, OuterFormat, UnitShape
 from megazero.plan.units import WIDTHS, RankUnits
+from megazero.zero.plan import EXCHANGE, Hops, UnitPlan
 
 # Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06
@@ -76,70 +79,41 @@ class States:
         """Return how many values outer steps keep beside a master weight: the anchor and the outer momentum."""
         return 0 if outer is None else 1 + outer.momentum
 
-    def factors(self, unit: UnitShape) -> tuple[int, int, int]:
-        """Return P, G and OS of a unit."""
-        return expert_shards(self.shards.factors, unit.apart)
+    @made_once
+    def plan(self, unit: UnitShape) -> UnitPlan[Coding]:
+        """Return what moves for a unit."""
+        return unit.plan(self.grid, self.formats, self.shards.whole_gradients)
+
+    def meeting(self, unit: UnitShape) -> Hops[Coding]:
+        """Return the hops of a unit's meeting of outer replicas: none if there is one."""
+        return self.outer.meeting(self.plan(unit), self.grid) if self.outer else ()
 
     def owned(self, units: RankUnits) -> tuple[float, float]:
         """Return the elements of a rank's OS slices, and how many of them are of the layers' matrices."""
-        elements = sum(n * u.elements / self.factors(u)[2] for u, n in units.counts)
+        elements = sum(n * u.elements / self.plan(u).shards[2] for u, n in units.counts)
         matrices = units.matrices_apart.items()
         return elements, sum(n / expert_shards(self.shards.factors, apart)[2] for apart, n in matrices)
 
-    def g(self, unit: UnitShape) -> int:
-        """Return how many ranks share the gradients that are accumulated."""
-        return 1 if self.shards.whole_gradients else self.factors(unit)[1]
+    def staged(self, unit: UnitShape) -> bool:
+        """Return whether each micro-batch's gradients are reduced (G > 1)."""
+        return self.plan(unit).cut.g > 0
 
     def copy_bytes(self, unit: UnitShape) -> float:
-        """Return the bytes of the P copy."""
-        p, _, os = self.factors(unit)
-        if self.formats.of_weights(unit) is None or self.formats.codecs.delta:
-            own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
-            # The master is a part of the copy.
-            inside = unit.elements / os if own and not self.formats.codecs.delta else 0.0
-            return (unit.elements / p - inside) * self.formats.width
-        if p == 1:
-            return unit.elements * self.formats.width  # decoded at once
-        return os / p * self._own_message(unit)
-
-    def _own_message(self, unit: UnitShape) -> int:
-        """Return the bytes of a rank's message in a refresh: of its OS slice."""
-        width = self.formats.width
-        return message(unit, self.factors(unit)[2], self.formats.of_weights(unit), width, width)
-
-    def ahead_bytes(self, unit: UnitShape) -> float:
-        """Return the bytes that a gather ahead of use adds, as zero/weights.py's gather_bytes."""
-        p, _, os = self.factors(unit)
-        if p > 1:
-            return unit.elements * self.formats.width
-        coded = self.formats.of_weights(unit) is not None
-        return os * self._own_message(unit) if coded else 0.0
-
-    def gather_messages(self, unit: UnitShape) -> float:
-        """Return the bytes of transient messages of a refresh and gather: none if they are the parameters."""
-        if self.formats.of_weights(unit) is None:
-            return 0.0
-        p, _, os = self.factors(unit)
-        if not (self.formats.codecs.delta and p < os):
-            return os * self._own_message(unit)
-        messages = os / p * self._own_message(unit)  # with differences, a gather's are the parameters
-        difference = unit.elements / os * (self.formats.width + self.formats.sums)  # that is encoded
-        return messages + difference
+        """Return the bytes of the P copy, without the master weights if they are a part of it."""
+        plan, (p, _, os) = self.plan(unit), self.plan(unit).shards
+        inside = plan.master_in_copy(kept=p == os or self.shards.lifetime == "resident")
+        return plan.copy_bytes - (unit.elements / os * self.formats.width if inside else 0.0)
 
     def reduction_messages(self, unit: UnitShape, micro_batches: int) -> float:
         """Return the most bytes that a reduction's hop has at once: sent, received, and their sum for the next."""
-        axes, whole = unit.axes(self.grid), self.shards.whole_gradients
-        hops = gradient_hops(unit, axes, self.formats, micro_batches, whole)
-        most, left = 0.0, float(unit.elements)
-        for at, hop in enumerate(hops):
-            if hop.operation != EXCHANGE:
+        plan, most, left = self.plan(unit), 0.0, float(unit.elements)
+        for hop in plan.reduction(True, micro_batches == 1):
+            if hop.verb != EXCHANGE:
                 break
-            coded = self.formats.of_gradients(unit, hop.axis.link) is not None
             own = hop.sent / (hop.axis.size - 1)  # exact rows are sent from where they lie, with the own one
-            passing = 2 * hop.sent if coded else hop.sent + (own if hop.axis.size > 2 else 0.0)
+            passing = 2 * hop.sent if hop.format else hop.sent + (own if hop.axis.size > 2 else 0.0)
             left /= hop.axis.size
-            goes_on = hop.every and at + 1 < len(hops) and hops[at + 1].every
-            most = max(most, passing + (left * self.formats.sums if goes_on else 0.0))
+            most = max(most, passing + (left * self.formats.sums if hop.level < plan.cut.g else 0.0))
         return most
 
     def chain_bytes(self, unit: UnitShape, micro_batches: int) -> float:
@@ -147,7 +121,7 @@ class States:
 
         There a rank has both ends' OS slices in one buffer (zero/reduce.py).
         """
-        ends = 2 * unit.elements / self.factors(unit)[2] * self.formats.sums if unit.tied else 0.0
+        ends = 2 * unit.elements / self.plan(unit).shards[2] * self.formats.sums if unit.tied else 0.0
         return max(self.reduction_messages(unit, micro_batches), ends)
 
     def sampled_bytes(self, counts: Sequence[tuple[UnitShape, int]]) -> tuple[float, float]:
@@ -183,7 +157,7 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
     moments = optimizer.moment_bytes(master, matrices / owned)
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
-        "gradients": sum(n * u.elements / states.g(u) for u, n in units.counts) * sums,
+        "gradients": sum(n * u.elements / states.plan(u).shards[1] for u, n in units.counts) * sums,
         "optimizer": owned * (master * (1 + states.anchors) + moments),
         "residuals": residuals,
     }
@@ -253,9 +227,9 @@ def _outer_pool(units: RankUnits, states: States) -> float:
     order = units.reduced(WAITING)
     sizes: dict[UnitShape, float] = {}
     for unit in set(order):
-        row = outer.message_of(unit, d)
+        row = states.meeting(unit)[0].sent // (outer.replicas - 1)
         fed_back = outer.feedback * (unit.elements * unit.apart / d * outer.sums + outer.replicas * row)
-        own = unit.elements / states.factors(unit)[2] * outer.sums  # the difference
+        own = unit.elements / states.plan(unit).shards[2] * outer.sums  # the difference
         sizes[unit] = own + fed_back + 2 * outer.replicas * row
     return _window(order, WAITING, sizes)
 
@@ -272,15 +246,15 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
     """
     order = units.reduced(WAITING)
     chains = {u: states.chain_bytes(u, micro_batches) for u in set(order)}
-    staged = {u: u.elements * states.formats.width if states.g(u) > 1 else 0.0 for u in chains}
+    staged = {u: u.elements * states.formats.width if states.staged(u) else 0.0 for u in chains}
     if not states.on_host:
-        messages = max(map(states.gather_messages, chains)) + max(chains.values())
+        messages = max(states.plan(u).transient_bytes for u in chains) + max(chains.values())
         return (
             _window(order, WAITING, staged, micro_batches)
             + STREAMS * messages
             + max(states.sampled_bytes(units.counts))
         )
-    if any(states.g(u) > 1 for u in chains):
+    if any(map(states.staged, chains)):
         going = _window(order, WAITING, {u: staged[u] + chains[u] for u in chains}, micro_batches)
     elif sure or states.shards.os < states.grid.dp:
         # Sums go back to replicas over the axes that they came by, so the next chain cannot begin.
@@ -296,10 +270,10 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
 
 def _coming(units: RankUnits, states: States) -> float:
     """Return the bytes of the messages of gathers that may be in flight: as many as may run ahead of use."""
-    messages = sum(n * states.gather_messages(u) for u, n in units.counts)
+    messages = sum(n * states.plan(u).transient_bytes for u, n in units.counts)
     if not messages:
         return 0.0
-    ahead = sum(n * states.ahead_bytes(u) for u, n in units.counts)
+    ahead = sum(n * states.plan(u).ahead_bytes for u, n in units.counts)
     neighbours = (size for kind, size in units.modules.items() if is_layer(kind))
     two = sorted((*units.modules.values(), *neighbours), reverse=True)[:2]
     now = sum(two) / units.elements * ahead + states.prefetch_bytes

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megazero.config.options.sections import OuterConfig
-from megazero.plan.communication import ends_hop
 from megazero.plan.compute import Spent
 from megazero.plan.gathers import ModuleUse, Segment, module_uses
 from megazero.plan.layout import LOCAL, Chain, Layout
@@ -103,7 +102,7 @@ class _Rank:
         chains = {unit: layout.chains_of(unit) for unit, _ in self.units.counts}
         self.chains = [chains[unit] for unit in self.units.shapes]
         self.backwards_left = [micro_batches] * len(self.units.parts)
-        self.staged = any(layout.states.g(unit) > 1 for unit in self.units.shapes)
+        self.staged = any(layout.states.staged(unit) for unit in self.units.shapes)
         self.gathers_again = any(w.gather for w in self.chains)
         self.begun_parts: set[int] = set()  # those that had their first forward
         self.uses = self._uses(layout.program(rank, micro_batches))
@@ -293,5 +292,5 @@ def _tied(layout: Layout) -> Iterator[float]:
     base = layout.base
     for unit in layout.units(0).shapes:
         if unit.tied:
-            sent = ends_hop(unit, layout.grid, layout.formats).sent
+            sent = layout.states.plan(unit).ends(layout.grid.axis("pp")).sent
             yield base.collectives.message(base.link(0, base.pp - 1), sent, base.d * base.tp).seconds

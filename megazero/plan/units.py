@@ -1,6 +1,6 @@
 """Which units a rank holds, with their sizes, from the configuration alone.
 
-It lays units out as zero/layout.py does: parameters begin on blocks, regions are whole blocks of every rank's slice.
+Which parameters lie together, and how, are the engine's own rules (zero/layout.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
@@ -18,8 +18,9 @@ from megazero.config.model.spec import EMBEDDING, HEAD, ParameterSpec, padded_sp
 from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
+from megazero.zero.layout import exact_names, groups_of, region_numel
 
-Parameter = TypeVar("Parameter")
+Group = tuple[ParameterSpec, ...]  # parameters of a unit, in the order of their modules
 Joined = tuple[str, ...]  # the kinds of modules whose parameters are gathered together
 ShapeCounts = tuple[tuple[UnitShape, int], ...]  # how many units there are of each shape
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
@@ -102,27 +103,33 @@ class RankUnits:
         return [alike[units] for units in self._units]
 
     @cached_property
-    def _laid_out(self) -> tuple[tuple[UnitShape, ...], tuple[tuple[Module, ...], ...]]:
-        shapes: list[UnitShape] = []
-        parts: list[tuple[Module, ...]] = []
+    def _laid_out(self) -> tuple[tuple[UnitShape, ...], tuple[Group, ...], tuple[tuple[Module, ...], ...]]:
+        shapes, groups, parts = list[UnitShape](), list[Group](), list[tuple[Module, ...]]()
         for units in self._units:
             modules: list[Module] = []
             for unit in units:
-                own = list(range(len(shapes), len(shapes) + len(self._made[unit].shapes)))
-                shapes += self._made[unit].shapes
-                if unit == (HEAD,) and self._table is not None:
-                    own.insert(0, self._table)  # the embedding is the first module of the rank
-                modules += [Module(kind, tuple(own)) for kind in unit]
+                made, first = self._made[unit], len(shapes)
+                shapes += made.shapes
+                groups += made.groups
+                for kind, needs in zip(unit, made.needs, strict=True):
+                    # Tied to an embedding that is here, too, the head needs its table: the rank's first module.
+                    table = [self._table] if kind == HEAD and self._table is not None else []
+                    modules.append(Module(kind, (*table, *(first + number for number in needs))))
             parts.append(tuple(modules))
-        return tuple(shapes), tuple(parts)
+        return tuple(shapes), tuple(groups), tuple(parts)
 
     @property
     def shapes(self) -> tuple[UnitShape, ...]:
         return self._laid_out[0]
 
     @property
-    def parts(self) -> tuple[tuple[Module, ...], ...]:
+    def groups(self) -> tuple[Group, ...]:
+        """The parameters of each unit."""
         return self._laid_out[1]
+
+    @property
+    def parts(self) -> tuple[tuple[Module, ...], ...]:
+        return self._laid_out[2]
 
 
 class LayerMatrix(NamedTuple):
@@ -140,9 +147,13 @@ class LayerMatrix(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleUnits:
-    """The units of joined modules. table: the number of the unit whose weight is the head's, too, on this rank."""
+    """The units of joined modules, and the parameters of each. needs: the numbers of the units of each module.
+    table: the number of the unit whose weight is the head's, too, on this rank.
+    """
 
     shapes: tuple[UnitShape, ...]
+    groups: tuple[Group, ...]
+    needs: tuple[tuple[int, ...], ...]
     table: int | None = None
 
 
@@ -190,49 +201,41 @@ class UnitRule:
         return self._made[unit, whole]
 
     def _units_of(self, unit: Joined, whole: bool) -> ModuleUnits:
-        parameters = [p for kind in unit for p in self.spec.modules[kind].parameters]
+        members = [self.spec.modules[kind].parameters for kind in unit]
         if unit == (HEAD,) and whole:
-            parameters = [p for p in parameters if not p.tied]
-        # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
-        ends = [] if whole else [p for p in parameters if p.tied]
-        others = [p for p in parameters if whole or not p.tied]
-        groups = [[p] for p in ends]
+            members = [tuple(p for p in members[0] if not p.tied)]
+        parameters = [(at, p) for at, member in enumerate(members) for p in member]
+        # The pipeline's other end holds a tied parameter too, unless this rank is both.
+        tied = frozenset() if whole else {each for each in parameters if each[1].tied}
+        found: list[list[tuple[int, ParameterSpec]]] = []
         # Experts that data-parallel ranks share are units of their own.
-        for _, alike in groupby(sorted(others, key=self.apart), key=self.apart):
-            own = list(alike)
-            groups += chunks(own, [p.local_numel(self.tp) for p in own], self.zero.zero_chunk_numel)
-        shapes = tuple(self._shape(group, at < len(ends)) for at, group in enumerate(groups))
+        for _, alike in groupby(sorted(parameters, key=self._apart_of), key=self._apart_of):
+            numels = [(each, each[1].local_numel(self.tp)) for each in alike]
+            found += groups_of(numels, tied, self.zero.zero_chunk_numel)
+        owner = {each: number for number, group in enumerate(found) for each in group}
+        needs = (dict.fromkeys(owner[at, p] for p in member) for at, member in enumerate(members))
+        groups = tuple(tuple(p for _, p in group) for group in found)
+        shapes = tuple(self._shape(ps, group[0] in tied) for ps, group in zip(groups, found, strict=True))
         table = None
         if whole and unit == (EMBEDDING,):
             table = next((i for i, group in enumerate(groups) if any(p.tied for p in group)), None)
-        return ModuleUnits(shapes, table)
+        return ModuleUnits(shapes, groups, tuple(map(tuple, needs)), table)
+
+    def _apart_of(self, each: tuple[int, ParameterSpec]) -> int:
+        return self.apart(each[1])
 
     def _shape(self, group: Sequence[ParameterSpec], tied: bool) -> UnitShape:
-        tp, block, apart = self.tp, self.wire.block, self.apart(group[0])
-        quantises = bool(self.wire.codings)
+        tp, wire, apart = self.tp, self.wire, self.apart(group[0])
         numels = {p: p.local_numel(tp) for p in group}
-        exact = [p for p in group if numels[p] <= self.wire.exact_numel or quantises and p.exact(tp)]
-        coded = [p for p in group if p not in exact]
-        if not coded:
-            coded, exact, quantises = list(group), [], False
-        slices = block * (self.data_ranks // apart)
-
-        def region(parameters: Sequence[ParameterSpec]) -> int:
-            used = sum(-(-numels[p] // block) * block for p in parameters)
-            return -(-used // slices) * slices
-
+        never = {p for p in group if wire.codings and p.exact(tp)}
+        exact = exact_names(numels, never, wire.exact_numel)
+        coded, others = (
+            region_numel(
+                (numels[p] for p in group if (p in exact) is each), wire.block, self.data_ranks // apart
+            )
+            for each in (False, True)
+        )
         summed = sum(numels[p] for p in group if p.partial(tp, self.sequence_parallel))
-        return UnitShape(region(coded), region(exact), quantises, summed // self.os, tied, apart)
-
-
-def chunks(parameters: Sequence[Parameter], numels: Sequence[int], limit: int) -> list[list[Parameter]]:
-    """Cut a module's parameters, of so many elements each, into units."""
-    out: list[list[Parameter]] = []
-    room = 0
-    for parameter, numel in zip(parameters, numels, strict=True):
-        if not out or numel > room:
-            out.append([])
-            room = limit
-        out[-1].append(parameter)
-        room -= numel
-    return out
+        if not coded:
+            return UnitShape(others, 0, False, summed // self.os, tied, apart)
+        return UnitShape(coded, others, bool(wire.codings), summed // self.os, tied, apart)

@@ -29,6 +29,7 @@ from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
 from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, outer_coding
 from megazero.config.layout.wire import dispatch_coding
+from megazero.config.model.spec import ParameterSpec
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
 from megazero.cp import ContextParallel
@@ -48,7 +49,6 @@ from megazero.products import find_product
 from megazero.tp import DeferredGradients, TensorParallel
 from megazero.train.expert_balance import ExpertBalance, balance_losses
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
-from megazero.zero.by_matrix import MATRIX
 from megazero.zero.optimizer import OptimizerFactory
 
 
@@ -159,11 +159,28 @@ def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, exact: 
         )
 
 
-def matrix_traits(decoder: Decoder, config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the traits of the layers' matrices by name; {} if the optimizer is elementwise."""
-    if not OPTIMIZERS[config.optimizer.optimizer].by_matrix:
-        return {}
-    return {name: {MATRIX: True, "split": dim} for name, dim in decoder.matrices().items()}
+def traits_of(p: ParameterSpec, config: RunConfig) -> zero.Traits:
+    """Return the traits of a parameter, but for what of it is padding."""
+    tp, sequence_parallel = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
+    undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
+    options = undecayed if len(p.shape) == 1 else ()
+    if p.vocabulary and config.optimizer.decoupled_lr is not None:
+        options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
+    matrix, copies = is_matrix(p, config), p.copies(tp)
+    return zero.Traits(
+        options,
+        p.replicated(tp),
+        p.partial(tp, sequence_parallel),
+        span=copies if copies > 1 else 0,
+        matrix=matrix,
+        split=p.cut if matrix else None,
+        rounded=p.experts > 0,
+    )
+
+
+def is_matrix(p: ParameterSpec, config: RunConfig) -> bool:
+    """Return whether the optimizer steps the parameter as a whole matrix."""
+    return OPTIMIZERS[config.optimizer.optimizer].by_matrix and p.multiplies and not p.vocabulary
 
 
 def units_of(decoder: Decoder, layers: int, mesh: Mesh) -> list[zero.UnitSpec]:
@@ -192,28 +209,11 @@ def shard_decoder(
     the configuration's own. Collective. Raises ValueError if configuration and mesh do not fit.
     """
     policy, optimizer = policy or make_policy(config, mesh), optimizer_factory(config)
-    partial_names = decoder.partial_gradients()
-    replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
-    apart = decoder.embedding_and_head() if config.optimizer.decoupled_lr is not None else set()
-    matrices, used = matrix_traits(decoder, config), decoder.padded()
-    experts = {name for name, spec in decoder.specs.items() if spec.experts}
-    _refuse_all_exact(decoder, mesh, policy, replicated - experts)
+    specs, used = decoder.specs, decoder.padded()
+    _refuse_all_exact(decoder, mesh, policy, {name for name, p in specs.items() if p.exact(mesh.tp.size)})
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
-        undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
-        options = undecayed if name in plain else ()
-        if name in apart:
-            options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
-        span = decoder.replica_span(name)
-        traits = zero.Traits(
-            options,
-            name in replicated,
-            name in partial_names,
-            span=span,
-            rounded=name in experts,
-            used=used.get(name),
-        )
-        return replace(traits, **matrices.get(name, {}))
+        return replace(traits_of(specs[name], config), used=used.get(name))
 
     engine = zero.shard(
         decoder,

@@ -23,9 +23,9 @@ from megazero.train.expert_balance import ExpertBalance, StepBalance
 from megazero.train.parallelize import MicroBatch
 from megazero.zero import Engine, StepPart
 from megazero.zero.gather import used_weights
-from megazero.zero.layout import Slice
 from megazero.zero.rounding import WEIGHTS
 from megazero.zero.scalars import NOTHING, Rows
+from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 
 KEYS = "gathered keys and values"

@@ -13,11 +13,13 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import Any
 
 from megazero.comm.hops import HopSpec, hop_spec
 from megazero.comm.made_once import made_once
 from megazero.mesh.grid import nearest_chain
 from megazero.mesh.mesh import Axis, Mesh
+from megazero.zero.plan import Hops, UnitCut
 
 
 @dataclass(frozen=True, eq=False)  # the units of one engine share the objects: equal is identical
@@ -102,13 +104,15 @@ class DataAxes:
         """Return the axis between level - 1 and ``level``."""
         return self.axes[level - 1]
 
-    def hop_specs(self, kind: str, levels: Iterable[int]) -> tuple[HopSpec, ...]:
-        """Return one collective of a kind ('refresh', 'gather', 'reduce') on each of these levels' axes, in order."""
-        return tuple(self._hop_spec(kind, level) for level in levels)
+    @cached_property
+    def cut(self) -> UnitCut:
+        """How the axes inside an outer replica cut a unit."""
+        return UnitCut(tuple(axis.spec for axis in self.inside), self.p, self.g, self.os)
 
     @made_once
-    def _hop_spec(self, kind: str, level: int) -> HopSpec:
-        return hop_spec(kind, self.axis(level))
+    def hop_specs(self, hops: Hops[Any]) -> tuple[HopSpec, ...]:
+        """Return the collectives of these hops in their order."""
+        return tuple(hop_spec(hop.kind, self.axis(hop.level)) for hop in hops)
 
 
 def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:

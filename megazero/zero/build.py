@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from megazero.mesh.objects import gather_objects
 from megazero.zero.agreement import unlike
 from megazero.zero.axes import DataAxes, refuse_clashes
 from megazero.zero.form import Form
-from megazero.zero.layout import make_layout
+from megazero.zero.layout import UnitLayout, exact_names, groups_of, make_layout
 from megazero.zero.optimizer import Traits
 from megazero.zero.policy import Policy
 from megazero.zero.unit import Unit, make_unit
@@ -74,7 +75,7 @@ _WRAPPERS = frozenset(
 
 
 @dataclass(frozen=True)
-class UnitPlan:
+class MadeUnits:
     """Holds the units in forward order, the units that every hooked module needs, the arena of the buffers that units
     share, and the number of parts.
     """
@@ -94,7 +95,7 @@ def build_units(
     init: Init | None,
     parts: Sequence[Sequence[nn.Module]] = (),
     tied: Mapping[str, str] = MappingProxyType({}),
-) -> UnitPlan:
+) -> MadeUnits:
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
 
     parts: the specs' modules that run together, if the module runs part by part (virtual pipeline stages).
@@ -139,7 +140,7 @@ def build_units(
     nested = {id(m) for each in inner for m in each.modules}
     needs = _needs(module, [m for m in listed if id(m) not in nested], owner)
     _refuse_shared_between_parts(needs, part_of)
-    return UnitPlan(units, needs, maker.arena, max(len(parts), 1))
+    return MadeUnits(units, needs, maker.arena, max(len(parts), 1))
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -217,9 +218,9 @@ class UnitMaker:
             form = self._form(name, {n: params[n] for n in names}, dtype, axes, part, tied)
             return make_unit(form, values, self.arena)
 
-        units = [unit(self.tied[name], [name], True) for name in params if name in self.tied]
-        rest = {n: p.numel() for n, p in params.items() if n not in self.tied}
-        chunks = _chunks(rest, self.policy.chunk_numel) if rest else []
+        groups = groups_of([(n, p.numel()) for n, p in params.items()], self.tied, self.policy.chunk_numel)
+        units = [unit(self.tied[name], [name], True) for (name, *_) in groups if name in self.tied]
+        chunks = groups[len(units) :]
         for i, names in enumerate(chunks):
             units.append(unit(label if len(chunks) == 1 else f"{label}[{i}]", names, False))
         return units
@@ -233,40 +234,49 @@ class UnitMaker:
         part: int,
         tied: bool,
     ) -> Form:
-        policy, traits = self.policy, self.traits
-        ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
+        policy = self.policy
         codecs = codecs_of(policy.codecs, dtype, at_least_fp32(dtype), policy.seed)
-        exact = frozenset(
-            n
-            for n, p in params.items()
-            if p.numel() <= policy.exact_numel or traits[n].exact and not codecs.exact
-        )
-        if len(exact) == len(params):  # there is nothing to quantise
-            codecs, exact = Codecs(), frozenset()
-        layout = make_layout(
-            {n: params[n].shape for n in ordered},
+        layout, quantised = lay_out(
+            {n: p.shape for n, p in params.items()},
+            self.traits,
             block=policy.block,
+            exact_numel=policy.exact_numel,
+            quantises=not codecs.exact,
             sizes=axes.sizes,  # of outer replicas, too: outer steps reduce over one level more
             indices=axes.indices,
-            exact=exact,
-            used={n: traits[n].used for n in ordered},
         )
+        codecs = codecs if quantised else Codecs()
         trainable = tuple(n for n, p in params.items() if p.requires_grad)
         lifetime = policy.lifetime_on(axes)
         return Form(name, params, trainable, layout, axes, dtype, self.device, lifetime, codecs, part, tied)
 
 
-def _chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Cut the names into consecutive runs whose sizes add up to at most ``limit``, with one name at least."""
-    out: list[list[str]] = [[]]
-    held = 0
-    for name, size in sizes.items():
-        if out[-1] and held + size > limit:
-            out.append([])
-            held = 0
-        out[-1].append(name)
-        held += size
-    return out
+def lay_out(
+    shapes: Mapping[str, Sequence[int]],
+    traits: Mapping[str, Traits],
+    *,
+    block: int,
+    exact_numel: int,
+    quantises: bool,
+    sizes: Sequence[int],
+    indices: Sequence[int],
+) -> tuple[UnitLayout, bool]:
+    """Lay out a unit's parameters, and return whether something of it is quantised.
+
+    quantises: something has a format. The rest: as ``Policy`` and ``make_layout`` say.
+    """
+    ordered = sorted(shapes, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
+    never = [n for n in shapes if quantises and traits[n].exact]
+    exact = exact_names({n: prod(shape) for n, shape in shapes.items()}, never, exact_numel)
+    layout = make_layout(
+        {n: shapes[n] for n in ordered},
+        block=block,
+        sizes=sizes,
+        indices=indices,
+        exact=exact,
+        used={n: traits[n].used for n in ordered},
+    )
+    return layout, quantises and len(exact) < len(shapes)
 
 
 def _initial_values(

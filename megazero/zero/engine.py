@@ -26,12 +26,11 @@ from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.mesh.waiting import waiting
 from megazero.zero.agreement import Agreement, IssueHash, unlike
-from megazero.zero.build import UnitPlan
+from megazero.zero.build import MadeUnits
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted, sum_partial
 from megazero.zero.hooks import Hooks
-from megazero.zero.layout import Slice
 from megazero.zero.matrix_updates import MatrixUpdates
 from megazero.zero.optimizer import SliceOptimizer, Traits
 from megazero.zero.outer import OuterSteps
@@ -40,6 +39,7 @@ from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.rounding import Observer, Rounding, unit_names
 from megazero.zero.scalars import StepInfo, StepPart, StepScalars
+from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
@@ -53,7 +53,7 @@ class Engine:
         module: nn.Module,
         mesh: Mesh,
         policy: Policy,
-        plan: UnitPlan,
+        made: MadeUnits,
         traits: Mapping[str, Traits],
         optimizer: SliceOptimizer,
         clip_norm: float | None,
@@ -61,20 +61,20 @@ class Engine:
         traffic: Traffic,
     ) -> None:
         self.module, self.mesh, self.policy, self.traits = module, mesh, policy, traits
-        self.units, self.optimizer, self.clip_norm, self.timed = plan.units, optimizer, clip_norm, timed
+        self.units, self.optimizer, self.clip_norm, self.timed = made.units, optimizer, clip_norm, timed
         self.traffic = traffic
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
-        self.arena = plan.arena
+        self.arena = made.arena
         names = unit_names(mesh, self.units)
         self.rounding = Rounding(policy, mesh, names)
         self.waits = Waits(mesh.device, timed)
         self.issued = IssueHash(self.units)
         context = Context(traffic, self.arena, mesh.device, policy, self.rounding, self.issued)
-        needing = sum(bool(units) for _, units in plan.needs)
+        needing = sum(bool(units) for _, units in made.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
-        self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
+        self.hooks = Hooks(module, made, self.gatherer, self.reducer)
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         self.reduced = False  # the open step's sums are complete
         self.matrices = [

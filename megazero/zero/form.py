@@ -9,10 +9,14 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megazero.comm.codec import Codec, at_least_fp32
+from megazero.comm.codec import Codec, Identity, at_least_fp32
+from megazero.comm.hops import Leg
+from megazero.comm.made_once import made_once
 from megazero.comm.wire import Codecs
+from megazero.mesh.mesh import Axis
 from megazero.zero.axes import DataAxes
 from megazero.zero.layout import Slot, UnitLayout
+from megazero.zero.plan import Hop, UnitPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +47,22 @@ class Form:
         return at_least_fp32(self.dtype)
 
     @cached_property
+    def plan(self) -> UnitPlan[Codec]:
+        """What moves for the unit."""
+        coded, *exact = (numel for _, numel in self.layout.regions)
+        width, sums = self.dtype.itemsize, self.sum_dtype.itemsize
+        return UnitPlan(coded, sum(exact), self.axes.cut, self.codecs, width, sums)
+
+    @cached_property
     def delta(self) -> bool:
         """Whether refreshes send differences."""
-        return self.codecs.delta and self.axes.p < self.axes.os
+        return self.plan.delta
+
+    @made_once
+    def leg(self, hop: Hop[Codec], axis: Axis | None = None) -> Leg:
+        """Return a hop's axis as this rank sees it, and its codec. axis: if it is none of the unit's data axes."""
+        codec = hop.format or Identity(self.dtype if hop.raw else self.sum_dtype)
+        return Leg(axis or self.axes.axis(hop.level), codec)
 
     @cached_property
     def slots(self) -> Mapping[str, Slot]:

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import islice
 from math import prod
-from operator import attrgetter
 
 import torch
 
@@ -34,9 +33,10 @@ from megazero.comm.lane import Chain, Lane
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Take
 from megazero.zero.context import Context
-from megazero.zero.layout import Slice
+from megazero.zero.plan import coming, window
 from megazero.zero.program import EVALUATION, Program, Segment
 from megazero.zero.rounding import WEIGHTS
+from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 
 
@@ -46,18 +46,19 @@ class Gatherer:
     def __init__(self, units: Sequence[Unit], modules: int, context: Context, lane: Lane) -> None:
         """modules: the number of hooked modules that need units; modules joined into one unit count separately."""
         self.units, self.context, self.lane = units, context, lane
-        # Uses that are looked at: up to a unit's next one. A long evaluation is one segment of many forwards.
-        self.window = 2 * max(len(units), modules)
+        self.window, self.sizes = window(len(units), modules), [unit.plan.ahead_bytes for unit in units]
         self.program = Program()
         self.index = {u: i for i, u in enumerate(units)}
         self.whole = not any(u.axes.p for u in units)  # nothing is released
-        self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
-        self.coming: set[Unit] = set()  # units to keep for an upcoming module, those in use among them
+        # Units by their places: gathered, kept or on the way before use; to keep for an upcoming module, those in use
+        # among them.
+        self.ahead, self.coming = set[int](), set[int]()
 
     def use(self, units: Sequence[Unit]) -> None:
         """Note that a module needs these units now, start the next gathers, and return when these are gathered."""
-        self.program.use(tuple(self.index[u] for u in units))
-        self.ahead.difference_update(units)
+        needs = tuple(self.index[u] for u in units)
+        self.program.use(needs)
+        self.ahead.difference_update(needs)
         for unit in units:
             if unit.weights.missing:
                 self._launch(unit)
@@ -79,35 +80,18 @@ class Gatherer:
     def prefetch(self) -> None:
         """Start gathers of what comes next: all that the next module needs, and more within the policy's bytes.
 
-        The next module is the first that needs a unit that is not here or was started ahead of it. Units in use that
-        are needed again within the bytes are noted and stay: after a drop they would be gathered again at once.
+        Units in use that are needed again within the bytes are noted and stay: after a drop they would be gathered
+        again at once.
         """
         if self.whole and not any(u.weights.missing for u in self.units):
             return
         self.coming.clear()
-        modules, seen = islice(self.program.upcoming(), self.window), set[int]()
-        following: list[Unit] = []
-        for needs in modules:
-            if seen.issuperset(needs):  # of small models all fit, and most uses look at all of them
-                continue
-            seen.update(needs)
-            following = [self.units[i] for i in needs]
-            for unit in following:
-                self._start(unit)
-            if any(map(self._awaited, following)):
-                break
-        budget = self.context.policy.prefetch_bytes
-        budget -= sum(map(attrgetter("weights.gather_bytes"), self.ahead.difference(following)))
-        for i in chain.from_iterable(modules):
-            if i in seen:
-                continue
-            seen.add(i)
-            unit = self.units[i]
-            if unit not in self.ahead:
-                budget -= self._further_bytes(unit)
-            if budget < 0:
-                return
-            self._start(unit)
+        later, budget = islice(self.program.upcoming(), self.window), self.context.policy.prefetch_bytes
+        for place in coming(later, self._here, self.ahead, self._stays, self.sizes, budget):
+            self.coming.add(place)
+            if place not in self.ahead and self.units[place].weights.missing:
+                self._launch(self.units[place])
+                self.ahead.add(place)
 
     def release(self, unit: Unit) -> None:
         """Drop the gathered parameters unless they are used now or soon."""
@@ -116,11 +100,11 @@ class Gatherer:
             return
         if self._kept(unit):
             weights.hide()
-        elif unit in self.coming:
-            self.ahead.add(unit)
+        elif self.index[unit] in self.coming:
+            self.ahead.add(self.index[unit])
             weights.hide()
         elif weights.full_present:
-            self.ahead.discard(unit)
+            self.ahead.discard(self.index[unit])
             self.lane.follow()
             weights.drop_full()
 
@@ -137,36 +121,24 @@ class Gatherer:
             elif weights.stale and not weights.pinned:  # outdated in a ``gathered`` block
                 weights.hide()
 
-    def _awaited(self, unit: Unit) -> bool:
-        """Whether the unit has to be gathered for a later module, or is here or on its way for one."""
-        return unit in self.ahead or unit.weights.missing
+    def _here(self, place: int) -> bool:
+        """Whether the unit is in use now, or stays from its last use: neither missing nor here for a later module."""
+        return place not in self.ahead and not self.units[place].weights.missing
+
+    def _stays(self, place: int) -> bool:
+        """Whether the unit stays gathered between its uses whatever comes next."""
+        return not self.units[place].axes.p or self._kept(self.units[place])
 
     def _kept(self, unit: Unit) -> bool:
-        """Whether the unit stays gathered between its uses whatever comes next."""
         evaluating = self.program.current == Segment(EVALUATION)
         return self.context.policy.keep_gathered and not evaluating and self.program.returns_to(unit.part)
-
-    def _further_bytes(self, unit: Unit) -> int:
-        """How many bytes a unit that is not ahead takes for a later module."""
-        in_use = not self._awaited(unit)
-        return 0 if in_use and (not unit.axes.p or self._kept(unit)) else unit.weights.gather_bytes
-
-    def _start(self, unit: Unit) -> None:
-        """Gather the unit ahead of use if it is missing, and note that it stays."""
-        self.coming.add(unit)
-        if unit not in self.ahead and unit.weights.missing:
-            self._launch(unit)
-            self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
         self.context.issued.add("g", unit)
         moves = gather_chain(unit, self.context)
-        weights = unit.weights
-        refreshed = [hop.level for hop in weights.refresh_hops if weights.stale]
-        gathered = [hop.level for hop in weights.gather_hops]
-        plan = (*unit.axes.hop_specs("refresh", refreshed), *unit.axes.hop_specs("gather", gathered))
-        if plan:
-            weights.launched(self.lane.submit(unit.name, plan, moves))
+        hops = (*unit.plan.refresh, *unit.plan.gather) if unit.weights.stale else unit.plan.gather
+        if hops:
+            unit.weights.launched(self.lane.submit(unit.name, unit.axes.hop_specs(hops), moves))
         else:
             deque(moves, maxlen=0)
 

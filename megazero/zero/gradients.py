@@ -19,7 +19,7 @@ from torch import nn
 from megazero.kernels.add_to import add_each
 from megazero.kernels.arena import Arena, Frame
 from megazero.zero.form import Form
-from megazero.zero.layout import Slice
+from megazero.zero.slices import Slice
 
 # Gradients of a unit wait for each other and are staged in one operation: one at a time, 9 of a small layer took 9
 # launches. Large ones do not wait, so that a layer's gradients and its staging are not there at once.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megazero.zero.build import UnitPlan
+from megazero.zero.build import MadeUnits
 from megazero.zero.gather import Gatherer
 from megazero.zero.parameters import guard_reads, outliving, tensors_in
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
@@ -48,13 +48,13 @@ class Hooks:
     micro_batches: how many the open step has; 0 if none is open. backwards: how many of them are done, by part.
     """
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, gatherer: Gatherer, reducer: Reducer) -> None:
-        self.units, self.gatherer, self.reducer = plan.units, gatherer, reducer
+    def __init__(self, module: nn.Module, made: MadeUnits, gatherer: Gatherer, reducer: Reducer) -> None:
+        self.units, self.gatherer, self.reducer = made.units, gatherer, reducer
         self.lanes = [gatherer.lane, reducer.lane]  # by priority; an engine adds others
         self.program = gatherer.program
         self.micro_batches = 0
-        self.parts = [[u for u in plan.units if u.part == part] for part in range(plan.parts)]
-        self.backwards = [0] * plan.parts
+        self.parts = [[u for u in made.units if u.part == part] for part in range(made.parts)]
+        self.backwards = [0] * made.parts
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
         self._task: GraphTask | None = None  # that runs
         self._forwards = 0  # of hooked modules that are open
@@ -63,9 +63,9 @@ class Hooks:
         self._micro_batch = 0
         # Gradients that arrived with the input's, by part and micro-batch: they go with the weights'.
         self._held: dict[tuple[int, int], dict[Unit, dict[str, torch.Tensor]]] = {}
-        self._owner = {id(p): (u, n) for u in plan.units for n, p in u.params.items()}
-        register(module, plan, self)
-        for unit in plan.units:
+        self._owner = {id(p): (u, n) for u in made.units for n, p in u.params.items()}
+        register(module, made, self)
+        for unit in made.units:
             unit.weights.read_by(partial(self.read, unit))
 
     def open_step(self, micro_batches: int, segments: Sequence[Segment]) -> None:
@@ -353,13 +353,13 @@ class Hooks:
             lane.poll()
 
 
-def register(module: nn.Module, plan: UnitPlan, hooks: Hooks) -> None:
-    """Watch the forwards of the plan's modules and the gradients of its parameters, and guard reads from outside."""
+def register(module: nn.Module, made: MadeUnits, hooks: Hooks) -> None:
+    """Watch the forwards of the hooked modules and the gradients of its parameters, and guard reads from outside."""
     handles: dict[nn.Module, list[RemovableHandle]] = {m: [] for m in module.modules()}
-    for hooked, needs in plan.needs:
+    for hooked, needs in made.needs:
         handles[hooked] += _watch_forward(hooked, needs, hooks)
-    _watch_gradients(plan.units, hooks)
-    guard_reads([unit.weights for unit in plan.units], handles)
+    _watch_gradients(made.units, hooks)
+    guard_reads([unit.weights for unit in made.units], handles)
 
 
 def _watch_forward(module: nn.Module, needs: list[Unit], hooks: Hooks) -> list[RemovableHandle]:

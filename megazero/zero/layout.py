@@ -18,16 +18,17 @@ compact
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
-
-import torch
+from typing import TypeVar
 
 from megazero.comm.made_once import made_once
-from megazero.comm.rows import Rows, Views
+from megazero.comm.wire import filled
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ class UnitLayout:
         inside = zip(self.pieces(level), self.pieces(outer), strict=True)
         return tuple(Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
 
-    def gather_hops(self, deepest: int, outer: int, base: int) -> tuple[GatherHop, ...]:
-        """Return the all-gathers from this rank's slice of the ``deepest`` level to that of ``outer``, in order.
+    def gather_hops(self, levels: Iterable[int], base: int) -> tuple[GatherHop, ...]:
+        """Return where gathers from these levels to the next outer ones lie in a compact buffer of level ``base``.
 
-        They lie inside a compact buffer of level ``base``. The layout must have one region.
+        The layout must have one region.
         """
         hops = []
-        for level in range(deepest, outer, -1):
+        for level in levels:
             (own,), (into,) = self.within(level, base), self.within(level - 1, base)
             hops.append(GatherHop(level, own.span, into.span))
         return tuple(hops)
@@ -157,6 +158,11 @@ class UnitLayout:
             yield at, piece.compact + piece.numel
 
 
+def region_numel(numels: Iterable[int], block: int, ranks: int) -> int:
+    """Return the elements of a region: parameters of so many, on blocks, padded to whole blocks of all ranks."""
+    return filled(sum(filled(numel, block) for numel in numels), block * ranks)
+
+
 def make_layout(
     shapes: Mapping[str, Sequence[int]],
     *,
@@ -171,7 +177,6 @@ def make_layout(
     block: a number of elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost first;
     their product is d. exact: the names of the parameters of the exact region. used: as ``Slot.used``, by name.
     """
-    quantum = block * prod(sizes)
     slots: list[Slot] = []
     regions: list[tuple[int, int]] = []
     end = 0
@@ -181,51 +186,36 @@ def make_layout(
         begin = at = end
         for name in names:
             slots.append(Slot(name, tuple(shapes[name]), at, used.get(name)))
-            at += -(-slots[-1].numel // block) * block
-        end = begin + -(-(at - begin) // quantum) * quantum
+            at += filled(slots[-1].numel, block)
+        end = begin + region_numel((prod(shapes[name]) for name in names), block, prod(sizes))
         regions.append((begin, end - begin))
     return UnitLayout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A compact buffer of one level's slice: the whole unit (0), a P slice, a G slice, ...
+# -- which parameters lie together -----------------------------------------------------------------
 
-    Its views are made once, so a slice of a buffer that stays is kept (``Unit``).
+
+def exact_names(numels: Mapping[Key, int], never: Collection[Key], limit: int) -> frozenset[Key]:
+    """Return the parameters of a unit's exact region: those of up to ``limit`` elements, and those that are ``never``
+    rounded. If these are all, nothing of the unit is quantised.
     """
+    return frozenset(name for name, numel in numels.items() if numel <= limit or name in never)
 
-    layout: UnitLayout
-    buffer: torch.Tensor
-    level: int
 
-    @made_once
-    def flat(self, level: int) -> Views:
-        """Return 1-D views of a deeper level's slice of this rank, in the buffer's dtype."""
-        return tuple(self.buffer[p.span] for p in self.layout.within(level, self.level))
+def groups_of(numels: Sequence[tuple[Key, int]], tied: Collection[Key], limit: int) -> list[list[Key]]:
+    """Return the parameters of each unit of a module: every tied one by itself, then, in their order, as many as have
+    at most ``limit`` elements, one at least.
 
-    @made_once
-    def rows(self, level: int, count: int) -> Views:
-        """Return the same as views [count, -1]."""
-        return tuple(x.view(count, -1) for x in self.flat(level))
-
-    @made_once
-    def hop(self, level: int, size: int, index: int) -> Rows:
-        """Return this rank's slice of a deeper level as a hop to the next level takes it: [size, -1], row by row."""
-        return Rows(self.rows(level, size), index)
-
-    @cached_property
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Every parameter's part [its shape] of the whole unit's buffer."""
-        assert not self.level
-        first, slots = self.buffer.storage_offset(), self.layout.slots
-        return {s.name: self.buffer.as_strided(s.shape, s.strides, first + s.start) for s in slots}
-
-    def copy_(self, other: Slice, level: int) -> None:
-        """Copy this rank's slice of a level, which both hold, from another buffer of any dtype."""
-        for rows, given in zip(self.rows(level, 1), other.rows(level, 1), strict=True):
-            rows.copy_(given)
-
-    def clear_padding(self) -> None:
-        """Make padding zero again, after messages whose codec mixes it with values (kernels/hadamard.py)."""
-        for low, high in self.layout.gaps(self.level):
-            self.buffer[low:high].zero_()
+    numels: the parameters with their elements. tied: those that the pipeline's other end holds, too.
+    """
+    groups: list[list[Key]] = [[key] for key, _ in numels if key in tied]
+    room = -1
+    for key, numel in numels:
+        if key in tied:
+            continue
+        if numel > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(key)
+        room -= numel
+    return groups

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from megazero.zero.form import Form
-from megazero.zero.layout import Slice
+from megazero.zero.slices import Slice
 
 
 class Master:

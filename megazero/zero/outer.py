@@ -39,19 +39,19 @@ from typing import Any
 import torch
 
 from megazero.comm.codec import Codec, Identity, codec_of, decoded
-from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.rows import RowRun, Views
 from megazero.kernels.arena import Arena, Frame
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
 from megazero.zero.context import Context
-from megazero.zero.layout import Slice
 from megazero.zero.optimizer import Run
+from megazero.zero.plan import Hops
 from megazero.zero.policy import Outer
-from megazero.zero.reduce import ReduceHop, descend, share_back
+from megazero.zero.reduce import descend, share_back
 from megazero.zero.rounding import Rounding
 from megazero.zero.scalars import NOTHING, Rows, StepPart
+from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 
 
@@ -229,29 +229,30 @@ class OuterSteps(StepPart):
     def _meet(self) -> None:
         """Let the replicas meet: now, or after the delay."""
         if not self.outer.delay:
-            self._run(lambda unit: self._across(unit) + self._inside(unit), self._meeting)
+            self._run(self._meeting, self._hops)
             return
         self.flight = Flight({unit: self._pack(unit) for unit in self._moving}, self.outer.delay)
         self.away.follow()
         for unit, sums in self.flight.sums.items():
             self.context.issued.add("o", unit)
             chain = self._cross(unit, Slice(unit.layout, sums, unit.axes.all))
-            self.flight.tickets.append(self.away.submit(unit.name, self._across(unit), chain))
+            specs = unit.axes.hop_specs(self._hops(unit)[:2])
+            self.flight.tickets.append(self.away.submit(unit.name, specs, chain))
 
     def _land(self) -> None:
         """Take up what is on its way."""
         self.settle()
-        self._run(self._inside, self._arrival)
+        self._run(self._arrival, lambda unit: self._hops(unit)[2:])
         self.flight = None
 
-    def _run(self, hop_specs: Callable[[Unit], tuple[HopSpec, ...]], chain: Callable[[Unit], Chain]) -> None:
+    def _run(self, chain: Callable[[Unit], Chain], hops: Callable[[Unit], Hops[Codec]]) -> None:
         """Run the units' chains in the lane of reductions, and wait for them. Then the replicas have met."""
         units = self._moving
         self.lane.follow()
         pending: deque[Ticket] = deque()
         for unit in units:
             self.context.issued.add("o", unit)
-            pending.append(self.lane.submit(unit.name, hop_specs(unit), chain(unit)))
+            pending.append(self.lane.submit(unit.name, unit.axes.hop_specs(hops(unit)), chain(unit)))
             while len(pending) > self.context.policy.pending_reductions:  # the bound is on transient memory
                 self.lane.wait(pending.popleft())
         while pending:
@@ -266,13 +267,10 @@ class OuterSteps(StepPart):
         """The units that are trained: what is frozen stays at the anchor."""
         return [unit for unit in self.units if unit.trainable]
 
-    def _across(self, unit: Unit) -> tuple[HopSpec, ...]:
-        """Return the collectives of ``_cross``."""
-        return unit.axes.hop_specs("reduce", [unit.axes.all + 1] * 2)
-
-    def _inside(self, unit: Unit) -> tuple[HopSpec, ...]:
-        """Return the collectives of ``_take_up``, in their order."""
-        return unit.axes.hop_specs("reduce", range(unit.axes.all, unit.axes.os, -1))
+    def _hops(self, unit: Unit) -> Hops[Codec]:
+        """Return the hops of a meeting: there and back (``_cross``), then to replicas inside (``_take_up``)."""
+        codec = codec_of(self.outer.codec, unit.sum_dtype)
+        return unit.plan.meeting(self.axis.spec, codec, unit.sum_dtype.itemsize)
 
     def _meeting(self, unit: Unit) -> Chain:
         """Reduce the unit's outer gradient, then update its anchor and master weights."""
@@ -306,20 +304,19 @@ class OuterSteps(StepPart):
 
     def _cross(self, unit: Unit, sums: Slice) -> Chain:
         """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
-        level = unit.axes.all
-        codec = codec_of(self.outer.codec, unit.sum_dtype) or Identity(unit.sum_dtype)
-        rows, residual = sums.rows(level, self.axis.size), self._residual_rows(unit)
+        there, back, *_ = self._hops(unit)
+        codec = unit.leg(there).codec
+        rows, residual = sums.rows(unit.axes.all, self.axis.size), self._residual_rows(unit)
         for row, owed in zip(rows, residual, strict=False):
             row.add_(owed)
             if isinstance(codec, Identity):  # a cast, which no watch sees
                 torch.sub(row, row.to(codec.wire_dtype), out=owed)
         watches = [partial(_write_lost, residual)] if residual else []
-        outermost = ReduceHop(self.axis, codec, level + 1)
-        yield from descend(unit, [outermost], sums, sums, self.context, watches=watches)
+        yield from descend(unit, [there], sums, sums, self.context, watches=watches)
         own = self.axis.index
         for kept, total in zip(residual, rows, strict=False):
             kept[own].copy_(total[own])
-        yield from share_back(unit, self.axis, level + 1, codec, sums, self.context)
+        yield from share_back(unit, back, sums, self.context)
         for kept, total in zip(residual, rows, strict=False):
             kept[own].sub_(total[own])
 
@@ -334,9 +331,9 @@ class OuterSteps(StepPart):
         sums: of the OS level, with this rank's own part in it. They are overwritten. ||Delta||^2, of what this rank
         counts, goes to ``squares``, second.
         """
-        axes, anchor, index = unit.axes, self.anchors[unit], self.index[unit]
-        for level in range(axes.all, axes.os, -1):
-            yield from share_back(unit, axes.axis(level), level, Identity(unit.sum_dtype), sums, self.context)
+        anchor, index = self.anchors[unit], self.index[unit]
+        for hop in self._hops(unit)[2:]:
+            yield from share_back(unit, hop, sums, self.context)
         mean = sums.buffer.div_(self.axis.size)
         self._write_square(unit, mean, self.squares[index][1])
         outer_update(anchor, mean, self.outer)

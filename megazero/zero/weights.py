@@ -35,9 +35,10 @@ from megazero.comm.lane import Ticket
 from megazero.kernels.arena import Take
 from megazero.kernels.fingerprint import fingerprint
 from megazero.zero.form import Form
-from megazero.zero.layout import Slice, UnitLayout
+from megazero.zero.layout import UnitLayout
 from megazero.zero.masters import Master
 from megazero.zero.parameters import Binding, Read, Released, refuse_read, released_class
+from megazero.zero.slices import Slice
 
 
 class Weights:
@@ -71,22 +72,14 @@ class Weights:
 
     def _plan_wire(self) -> None:
         """Choose the codecs and layouts of what refreshes and gathers send."""
-        form, axes = self.form, self.form.axes
-        identity = Identity(form.dtype)
+        form, axes, plan = self.form, self.form.axes, self.form.plan
+        identity, self.direct = Identity(form.dtype), plan.direct
         self.refresh_codec = form.codecs.weights or identity
         self.codec = identity if form.delta else self.refresh_codec  # of gathers
-        self.direct = isinstance(self.codec, Identity) and self.codec.wire_dtype == form.dtype
-        self.direct = self.direct and len(form.layout.regions) == 1
         self.refresh_wire = self._wire_layout(self.refresh_codec, axes.os)
         self.wire = self._wire_layout(self.codec, axes.p) if form.delta else self.refresh_wire
-        self.refresh_hops = self.refresh_wire.gather_hops(axes.os, axes.p, axes.p)
-        self.gather_hops = self.wire.gather_hops(axes.p, 0, 0)
-        # The bytes that a gather ahead of use adds to the memory held: full parameters; if P = 1, transient messages.
-        self.gather_bytes = 0
-        if axes.p:
-            self.gather_bytes = self.full.nbytes
-        elif form.delta or not self.direct:
-            self.gather_bytes = self.refresh_wire.level_numel(0) * self.refresh_codec.wire_dtype.itemsize
+        self.refresh_hops = self.refresh_wire.gather_hops((hop.level for hop in plan.refresh), axes.p)
+        self.gather_hops = self.wire.gather_hops((hop.level for hop in plan.gather), 0)
 
     def _make_copy(self) -> torch.Tensor:
         """Return the P copy, which holds what gathers send."""
@@ -105,8 +98,7 @@ class Weights:
     def _room_for_master(self) -> torch.Tensor | None:
         """Return a part of the P copy if the two have one dtype and the copy is never dropped, else None."""
         form, axes = self.form, self.form.axes
-        kept = axes.p == axes.os or form.lifetime == "resident"
-        if not (self.direct and form.dtype == form.sum_dtype and kept) or form.delta:
+        if not form.plan.master_in_copy(kept=axes.p == axes.os or form.lifetime == "resident"):
             return None
         (own,) = self.wire.within(axes.os, axes.p)
         return self.copy[own.span]

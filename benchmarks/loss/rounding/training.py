@@ -11,7 +11,8 @@ from torch import nn
 
 from benchmarks.loss.rounding.formats import BLOCK
 from megazero.models import Decoder
-from megazero.zero.layout import Slice, UnitLayout, make_layout
+from megazero.zero.layout import UnitLayout, make_layout
+from megazero.zero.slices import Slice
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels, int64 [b, s]

@@ -147,11 +147,11 @@ def dropout_masks(sequence_parallel: bool):
         decoder.initialize(3)
         loss = decoder(*batch(config), dropout_key=5)
         loss.sum().backward()
-        partial = decoder.partial_gradients()
+        specs = decoder.specs
         for name, p in decoder.named_parameters():
-            if name in partial:
+            if specs[name].partial(decoder.tp.size, sequence_parallel):
                 dist.all_reduce(p.grad)
-        norms = {n: p.grad for n, p in decoder.named_parameters() if n in decoder.replicated_parameters()}
+        norms = {n: p.grad for n, p in decoder.named_parameters() if specs[n].replicated(decoder.tp.size)}
         out.append((loss.detach(), norms, decoder.get_submodule("layers.0.mlp.up_proj").weight.grad))
     return out
 

@@ -17,7 +17,7 @@ from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.train import forecast
-from megazero.zero.layout import Slice
+from megazero.zero.slices import Slice
 from tests.dist.outer.cases import OuterCase, error, on_ranks, plain, whole
 from tests.dist.parity_cases import EXPERTS
 from tests.dist.pool import run_ranks

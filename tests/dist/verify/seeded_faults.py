@@ -26,7 +26,7 @@ from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
 from megazero.zero.gradients import Gradients
-from megazero.zero.layout import Slice
+from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 from megazero.zero.weights import Weights
 

@@ -228,21 +228,20 @@ def test_names_units_and_sets(family, tied):
     placements = decoder.placements()
     assert list(placements) == list(parameters)
     assert all(p.local_shape == tuple(parameters[name].shape) for name, p in placements.items())
-    assert decoder.partial_gradients() == decoder.replicated_parameters()
-    whole = Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
+    replicated = {name for name, p in decoder.specs.items() if p.replicated(2)}
+    assert replicated == {name for name, p in decoder.specs.items() if p.partial(2, sequence_parallel=True)}
+    whole = {name for name, p in decoder.specs.items() if p.partial(2, sequence_parallel=False)}
     norms, shared = ("q_norm", "k_norm"), ("k_proj", "v_proj")  # of a rank's own heads, or of several
     own = {"qwen3": norms, "qwen3_moe": norms, "dots1": norms, "gemma3": norms, "falcon": shared}
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
     heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
-    assert shared.partial_gradients() == heads < shared.replicated_parameters()
-    assert {shared.replica_span(name) for name in heads} == {2}
+    assert heads == {name for name, p in shared.specs.items() if p.partial(4, sequence_parallel=False)}
+    assert {shared.specs[name].copies(4) for name in heads} == {2}
     assert all(shared.placements()[name].segments[0].stored == 12 for name in heads)  # the second head's rows
     biases_and_norms = {name for name in parameters if "norm" in name or name.endswith("bias")}
     assert decoder.no_weight_decay() == biases_and_norms
-    assert {name for name, p in placements.items() if p.local_shape == p.shape} <= (
-        decoder.replicated_parameters()
-    )
+    assert {name for name, p in placements.items() if p.local_shape == p.shape} <= replicated
     in_units = itertools.chain(*(m.parameters() for unit in decoder.units() for m in unit))
     assert {id(p) for p in in_units} == {id(p) for p in parameters.values()}
     assert (decoder.head.weight is decoder.embedding.tokens.weight) == tied

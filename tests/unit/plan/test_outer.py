@@ -63,9 +63,8 @@ def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
 
 def test_sums_go_back_to_copies_inside_a_replica() -> None:
     ddp = layout({**STEPS, "zero_preset": "ddp"}, cluster(2, 4))
-    assert ddp.states.outer is not None
     unit = UnitShape(1 << 12, 0, False)
-    there, back, *inside = ddp.states.outer.hops(unit, ddp.grid)
+    there, back, *inside = ddp.states.meeting(unit)
     assert there.sent == back.sent == unit.elements // 8 * 4 and there.axis.role == "outer"
     assert sum(hop.sent for hop in inside) == 3 * (unit.elements // 4) * 4
 
@@ -73,8 +72,10 @@ def test_sums_go_back_to_copies_inside_a_replica() -> None:
 def test_of_stages_the_one_that_sends_the_most_counts_and_a_delay_keeps_what_is_on_its_way() -> None:
     on, two = cluster(2, 4, gbits=0.01), {**STEPS, "pipeline_model_parallel_size": 2}
     now, late = (layout({**two, "outer_delay": delay}, on) for delay in (0, 1))
-    assert now.states.outer is not None
-    sent = [now.states.outer.sent(now.units(rank).shapes, now.base.d) for rank in range(2)]
+    sent = [
+        sum(hop.sent for unit in now.units(rank).shapes for hop in now.states.meeting(unit)[:2])
+        for rank in range(2)
+    ]
     assert sent[0] != sent[1] and now.bytes_of_meetings == (max(sent) / 10, max(sent))
     for rank in range(2):
         kept = late.memory_of(rank, None).residuals - now.memory_of(rank, None).residuals

@@ -20,6 +20,7 @@ from megazero.mesh.levels import INTER
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
 from megazero.plan.memory import States, gathered
+from tests.byte_formula import sent_for_unit
 from tests.gpu.test_hpz_race import CPU, MICRO_BATCHES, Cluster, Landing, Wire
 
 BLOCK = 64
@@ -67,7 +68,15 @@ def test_the_bytes_of_a_step(
     units = [UnitShape(unit.layout.numel, 0, made != zero.Codecs()) for unit in cluster.engine.units]
     copies = Copies([[[0], [1], [2]]], shards[0] == 1, prefetch_bytes)
     program = [("F", 0), ("B", 0)] * MICRO_BATCHES
-    assert model_state(units, make_grid(4, 2, shards=shards), formats, copies, program, MICRO_BATCHES) == sent
+    grid = make_grid(4, 2, shards=shards)
+    assert model_state(units, grid, formats, copies, program, MICRO_BATCHES) == sent
+    by_formula = Counter[tuple[str, str]]()
+    for unit in units:
+        codecs = formats.codecs if unit.quantised else Codecs[Coding]()
+        by_formula += sent_for_unit(
+            (unit.coded, 0), grid.data_axes, codecs, width=2, micro_batches=MICRO_BATCHES
+        )
+    assert by_formula == {key: n for key, n in sent.items() if key[0] in ("refresh", "reduce")}
 
 
 def test_processors_hold_what_is_gathered_ahead_twice() -> None:
@@ -110,7 +119,7 @@ def test_a_gathers_messages(
     lifetime = "use" if p == os else "resident" if p == 1 or delta else "step"
     formats = Formats(2, 4, Codecs(Coding(bits, BLOCK), delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, 0)
-    said = states.gather_messages(UnitShape(unit.layout.numel, 0, True))
+    said = states.plan(UnitShape(unit.layout.numel, 0, True)).transient_bytes
     assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
 
 
@@ -127,8 +136,10 @@ def test_what_a_gather_ahead_of_use_adds(
     ).engine.units
     formats = Formats(2, 4, Codecs(Coding(*weights) if weights else None, delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, "resident"), formats, 0)
-    assert states.ahead_bytes(UnitShape(unit.layout.numel, 0, True)) == unit.weights.gather_bytes
-    assert (unit.weights.gather_bytes > 0) == (shards[0] > 1 or weights is not None)
+    weights_of, planned = unit.weights, states.plan(UnitShape(unit.layout.numel, 0, True)).ahead_bytes
+    messages = weights_of.refresh_wire.level_numel(0) * weights_of.refresh_codec.wire_dtype.itemsize
+    transient = messages if weights is not None else 0
+    assert planned == unit.plan.ahead_bytes == (weights_of.full.nbytes if shards[0] > 1 else transient)
 
 
 def test_what_the_next_module_needs_takes_none_of_the_bytes_beyond_it() -> None:

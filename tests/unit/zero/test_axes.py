@@ -10,6 +10,7 @@ import pytest
 from megazero.mesh.grid import make_grid
 from megazero.mesh.mesh import Axis
 from megazero.zero import DataAxes
+from megazero.zero.plan import GATHER, Hop
 
 
 def axes_of(rank: int) -> list[Axis]:
@@ -64,9 +65,6 @@ def test_hops_are_named_by_kind_and_link() -> None:
     first, second, _ = axes_of(0)
     axes = DataAxes.over([second, first])
     for kind in ("refresh", "gather", "reduce"):
-        assert [spec.axis for spec in axes.hop_specs(kind, (1, 2, 1))] == [
-            second.name,
-            first.name,
-            second.name,
-        ]
-        assert [spec.hop for spec in axes.hop_specs(kind, (2, 1))] == [f"{kind}_intra", f"{kind}_inter"]
+        hops = tuple(Hop(kind, GATHER, level, axes.axis(level).spec, None, 0) for level in (2, 1))
+        assert [spec.axis for spec in axes.hop_specs(hops)] == [first.name, second.name]
+        assert [spec.hop for spec in axes.hop_specs(hops)] == [f"{kind}_intra", f"{kind}_inter"]

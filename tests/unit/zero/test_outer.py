@@ -22,8 +22,9 @@ from megazero.train.state.origin import _changed_replicas
 from megazero.zero import Outer, Policy, shard
 from megazero.zero import outer as outer_steps
 from megazero.zero.context import Context
-from megazero.zero.layout import Slice
 from megazero.zero.outer import Flight, OuterSteps
+from megazero.zero.plan import Hop
+from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 from tests.messages import refused
 
@@ -76,10 +77,10 @@ def test_what_the_returned_sum_lost_is_sent_by_its_owner_later(monkeypatch: pyte
     own: list[torch.Tensor] = []
     share_back = outer_steps.share_back
 
-    def noted(unit: Unit, axis: Axis, level: int, codec: Codec, sums: Slice, context: Context) -> Chain:
-        own.append(sums.rows(level, 1)[0].clone())
-        yield from share_back(unit, axis, level, codec, sums, context)
-        own.append(sums.rows(level, 1)[0].clone())
+    def noted(unit: Unit, hop: Hop[Codec], sums: Slice, context: Context) -> Chain:
+        own.append(sums.rows(hop.level, 1)[0].clone())
+        yield from share_back(unit, hop, sums, context)
+        own.append(sums.rows(hop.level, 1)[0].clone())
 
     monkeypatch.setattr(outer_steps, "share_back", noted)
     unit.master.value.add_(torch.randn_like(unit.master.value))
