@@ -10,7 +10,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypeVar
@@ -21,8 +21,6 @@ from megazero.config.options.callback_words import word_of
 from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
-# Names of options, whether they have an effect here, and what would give them one.
-Condition = tuple[Collection[str], bool, str]
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,8 @@ class Option:
     ``word`` is a text that a number's option takes, too.
     ``strict``: it is an error where it has no effect; else there is a note. All options of a section whose class says
     ``STRICT`` are. Megatron's options are not: its scripts give them, and Megatron ignores them.
+    ``needs``: what it needs to have an effect (options/needs.py), after what its class says: ``NEEDS`` maps its name,
+    or the beginning of its name up to a _, to a need.
     ``whole_run``: it means nothing in a run of a few steps, which has the default (verify/shrink.py).
     ``takes_options``: entries of a YAML list may be mappings of a word to its options (callback_words.py).
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
@@ -58,6 +58,7 @@ class Option:
     word: str = ""
     takes_options: bool = False
     strict: bool = False
+    needs: tuple[str, ...] = ()
     whole_run: bool = False
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
@@ -113,10 +114,20 @@ def section_options(section: str, cls: type) -> list[Option]:
             kind=KINDS[str(f.type).removesuffix(" | None")],
             default=None if f.default is MISSING else f.default,
             needed=f.default is MISSING,
-            **{"strict": getattr(cls, "STRICT", False), **f.metadata},
+            **{"strict": getattr(cls, "STRICT", False), **f.metadata, "needs": _needs(cls, f)},
         )
         for f in dataclasses.fields(cls)
     ]
+
+
+def _needs(cls: type, of: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Return the needs of a field: those that its class says of its name, then its own."""
+    own = of.metadata.get("needs", ())
+    shared: Mapping[str, str] = getattr(cls, "NEEDS", {})
+    named = (
+        need for key, need in shared.items() if of.name == key or key[-1] == "_" and of.name.startswith(key)
+    )
+    return (*named, *((own,) if isinstance(own, str) else own))
 
 
 def section_of(cls: type[Section], values: Mapping[str, Any]) -> Section:
@@ -318,25 +329,3 @@ def _near_bound(opt: Option, value: float, bound: float, words: str) -> str:
         return f"; nearest: {show(bound)}"
     default = default_text(opt).removeprefix("default: ")
     return f"; the default is {default}" if default and not opt.required else ""
-
-
-def without_effect(
-    table: Iterable[Condition],
-    options: Mapping[str, Option],
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    skip: Collection[str] = (),
-) -> Iterator[tuple[str, str]]:
-    """Yield each option that was changed although another option makes it meaningless, with a line that says it.
-
-    ``defaults`` has those that are not the option's own, because a family decides them. ``skip`` has the names that
-    were reported already.
-    """
-    said = set(skip)
-    for names, holds, cure in table:
-        for name in () if holds else names:
-            option, value = options[name], values[name]
-            usual = (option.default, defaults.get(name, option.default))
-            if value not in usual and name not in said:
-                said.add(name)
-                yield name, f"{typed(option, value)} has no effect without {cure}; leave it out or add that"
