@@ -12,8 +12,8 @@ from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete
 from megazero.config.options.cluster import LEAST, MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
-from megazero.config.options.fields import fault, option, section_options
-from megazero.config.read.beginning import BEGINNING, read_beginning
+from megazero.config.options.fields import Resume, fault, option, section_options
+from megazero.config.read.beginning import read_beginning
 from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
@@ -88,7 +88,8 @@ def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if values.get("load") is not None:
         values, _, clashes = take_architecture(values, read_beginning(values))
         errors += clashes
-        values = {name: value for name, value in values.items() if name not in BEGINNING}
+        begins = [opt.name for opt in all_options().values() if Resume.BEGINS in opt.resume]
+        values = {name: value for name, value in values.items() if name not in begins}
     errors += unmet_conditions(said.conditions, complete(values))
     list(unfused_gelu(values))  # its notes are the run's
     return values, errors

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
-from megazero.config.options.fields import option, section_of
+from megazero.config.options.fields import Resume, option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 from megazero.families.layer_kinds import MOST_LAYERS
 
@@ -50,12 +50,14 @@ class ModelConfig:
         "family gpt, as in Megatron, else up, as in Llama)",
         low=1,
     )
-    num_attention_heads: int = option(MISSING, "attention heads", low=1, required=True)
+    num_attention_heads: int = option(MISSING, "attention heads", low=1, required=True, small=8)
     num_query_groups: int = option(
-        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1
+        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1, small=4
     )
-    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1)
-    seq_length: int = option(MISSING, "tokens of one sample", low=1, required=True)
+    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1, small=4)
+    seq_length: int = option(
+        MISSING, "tokens of one sample", low=1, required=True, small=8, resume=Resume.ORDER | Resume.UPDATE
+    )
     max_position_embeddings: int = option(MISSING, "longest sequence (default: --seq-length)", low=1)
     position_embedding_type: str = option(
         MISSING, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
@@ -221,6 +223,7 @@ class ModelConfig:
         None,
         "experts of a layer's MLP, of which a router chooses --moe-router-topk for each token (0 and 1: none)",
         low=2,
+        small=6,
     )
     moe_layer_freq: tuple[int, ...] = option(
         (1,), "layers with experts: the first of every N, or a number per layer, 1 for one with experts"
@@ -228,7 +231,7 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = option(
         None, "width inside one expert (default: --ffn-hidden-size)", low=1
     )
-    moe_router_topk: int = option(2, "experts that a token goes to", low=1)
+    moe_router_topk: int = option(2, "experts that a token goes to", low=1, small=3)
     moe_router_pre_softmax: bool = option(
         False,
         "softmax of all experts' scores before some are chosen, else of the chosen ones'",
@@ -265,12 +268,19 @@ class ModelConfig:
         "the shared experts' output is multiplied by the sigmoid of a score of the token",
         needs="moe_shared_expert_intermediate_size",
     )
-    attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
-    hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
-    init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
-    vocab_size: int | None = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
+    attention_dropout: float = option(
+        0.0, "dropout of attention probabilities (by family)", low=0, below=1, resume=Resume.UPDATE
+    )
+    hidden_dropout: float = option(
+        0.0, "dropout before each residual sum (by family)", low=0, below=1, resume=Resume.UPDATE
+    )
+    # Small matrices are well-conditioned in fp32 with that.
+    init_method_std: float = option(0.02, "standard deviation of initial weights", above=0, small=0.03)
+    vocab_size: int | None = option(
+        None, "vocabulary before padding (default: the tokenizer's)", low=1, small=64
+    )
     make_vocab_size_divisible_by: int = option(
-        128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1
+        128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1, small=8
     )
     pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
 

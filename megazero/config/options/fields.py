@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, field
+from enum import Flag, auto
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
@@ -21,6 +22,19 @@ from megazero.config.options.callback_words import word_of
 from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
+
+
+KEPT, SHORT = "kept", "short"  # what Option.small may be beside a value
+
+
+class Resume(Flag):
+    """What another value of an option means where a run goes on from a checkpoint."""
+
+    FREE = 0  # nothing
+    BEGINS = auto()  # the run begins elsewhere or otherwise, so it does not go on from what it has saved
+    BY_NAME = auto()  # so does a run that names its checkpoint: it goes back to that one
+    ORDER = auto()  # the same count of consumed samples is other samples
+    UPDATE = auto()  # the update or the loss is another one
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,10 @@ class Option:
     ``STRICT`` are. Megatron's options are not: its scripts give them, and Megatron ignores them.
     ``needs``: what it needs to have an effect (options/needs.py), after what its class says: ``NEEDS`` maps its name,
     or the beginning of its name up to a _, to a need.
-    ``whole_run``: it means nothing in a run of a few steps, which has the default (verify/shrink.py).
+    ``small``: its value in a small, short run (verify/shrink.py: small_value), by default what its class says
+    (``SMALL``): the whole run's (KEPT), or the default, because it means nothing there (SHORT). Of a whole number it
+    is the most.
+    ``resume``: what another value means at a resume, by default what its class says (``RESUME``).
     ``takes_options``: entries of a YAML list may be mappings of a word to its options (callback_words.py).
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false,
@@ -59,7 +76,8 @@ class Option:
     takes_options: bool = False
     strict: bool = False
     needs: tuple[str, ...] = ()
-    whole_run: bool = False
+    small: Any = KEPT
+    resume: Resume = Resume.FREE
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     negative: str = ""
@@ -107,6 +125,7 @@ MANY = ("ints", "floats", "strs")
 
 def section_options(section: str, cls: type) -> list[Option]:
     """Return the options of one dataclass, in the order in which they are written."""
+    of_class = {key.lower(): getattr(cls, key) for key in ("STRICT", "SMALL", "RESUME") if hasattr(cls, key)}
     return [
         Option(
             name=f.name,
@@ -114,7 +133,7 @@ def section_options(section: str, cls: type) -> list[Option]:
             kind=KINDS[str(f.type).removesuffix(" | None")],
             default=None if f.default is MISSING else f.default,
             needed=f.default is MISSING,
-            **{"strict": getattr(cls, "STRICT", False), **f.metadata, "needs": _needs(cls, f)},
+            **{**of_class, **f.metadata, "needs": _needs(cls, f)},
         )
         for f in dataclasses.fields(cls)
     ]

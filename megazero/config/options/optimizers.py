@@ -13,7 +13,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from megazero.config.options.fields import option
+from megazero.config.options.fields import SHORT, Resume, option
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,7 @@ def of_schedule(name: str) -> bool:
 class OptimizerConfig:
     """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
 
+    RESUME: ClassVar = Resume.BY_NAME | Resume.UPDATE
     NEEDS: ClassVar = {
         name: f"optimizer = {'|'.join(o for o, each in OPTIMIZERS.items() if name in each.options)}"
         for name in chain.from_iterable(each.options for each in OPTIMIZERS.values())
@@ -158,7 +159,7 @@ class OptimizerConfig:
 
     optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
     lr: float = option(MISSING, "peak learning rate", above=0, required=True)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0, whole_run=True, needs=DECAYS)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0, small=SHORT, needs=DECAYS)
     decoupled_lr: float | None = option(
         None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
@@ -166,40 +167,40 @@ class OptimizerConfig:
         None,
         "learning rate of the token embedding and the head at the end of the decay (default: --min-lr)",
         low=0,
-        whole_run=True,
+        small=SHORT,
         needs=(DECAYS, "decoupled_lr"),
     )
-    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES, small="constant")
     lr_decay_iters: int | None = option(
-        None, "iterations to decay over (default: --train-iters)", low=1, whole_run=True, needs=DECAYS
+        None, "iterations to decay over (default: --train-iters)", low=1, small=SHORT, needs=DECAYS
     )
     lr_decay_samples: int | None = option(
-        None, "samples to decay over (default: --train-samples)", low=1, whole_run=True, needs=DECAYS
+        None, "samples to decay over (default: --train-samples)", low=1, small=SHORT, needs=DECAYS
     )
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0, whole_run=True)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0, whole_run=True)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0, small=SHORT)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0, small=SHORT)
     lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction of the decay", low=0, below=1, whole_run=True
+        None, "warm-up as a fraction of the decay", low=0, below=1, small=SHORT
     )
     lr_warmup_init: float = option(
         0.0,
         "learning rate at the beginning of the warm-up",
         low=0,
-        whole_run=True,
+        small=SHORT,
         needs="lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction: a warm-up",
     )
     lr_wsd_decay_style: str = option(
         "exponential",
         "WSD: shape of the last phase",
         choices=tuple(WSD_FALLING),
-        whole_run=True,
+        small=SHORT,
         needs="lr_decay_style = WSD",
     )
     lr_wsd_decay_iters: int | None = option(
-        None, "WSD: iterations of the last phase", low=1, whole_run=True, needs="lr_decay_style = WSD"
+        None, "WSD: iterations of the last phase", low=1, small=SHORT, needs="lr_decay_style = WSD"
     )
     lr_wsd_decay_samples: int | None = option(
-        None, "WSD: samples of the last phase", low=1, whole_run=True, needs="lr_decay_style = WSD"
+        None, "WSD: samples of the last phase", low=1, small=SHORT, needs="lr_decay_style = WSD"
     )
     weight_decay: float = option(
         0.01, "weight decay, decoupled except for sgd; norms and biases have none", low=0

@@ -9,7 +9,7 @@ from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, P
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.model.section import EXPERTS
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
-from megazero.config.options.fields import option
+from megazero.config.options.fields import KEPT, SHORT, Resume, option
 from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
 
@@ -80,7 +80,11 @@ class ParallelConfig:
         needs="expert_model_parallel_size > 1 or elastic: --expert-model-parallel-size above 1",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of each stage, where a rank has several (interleaved schedule)", low=1, needs=PIPELINED
+        None,
+        "layers of each stage, where a rank has several (interleaved schedule)",
+        low=1,
+        needs=PIPELINED,
+        small=SHORT,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
@@ -103,10 +107,10 @@ class ParallelConfig:
         needs=PIPELINED,
     )
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first stage; the others share the rest", low=1, needs=PIPELINED
+        None, "layers of the first stage; the others share the rest", low=1, needs=PIPELINED, small=SHORT
     )
     decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage; the others share the rest", low=1, needs=PIPELINED
+        None, "layers of the last stage; the others share the rest", low=1, needs=PIPELINED, small=SHORT
     )
     use_tp_pp_dp_mapping: bool = option(
         False,
@@ -187,6 +191,7 @@ class ZeroConfig:
         "layers of a stage that are gathered and reduced together: fewer messages, where delay is most of a "
         "message's cost, and the memory of that many gathered layers",
         low=1,
+        small=2,
     )
     zero_quantized_weights: bool | None = option(
         None, "send weights quantised where they cross nodes (default: on in preset zeropp, else off)"
@@ -230,6 +235,7 @@ class ZeroConfig:
         None,
         "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)",
         needs=ANY_QUANTISED,
+        small=8,
     )
     zero_exact_numel: int | None = option(
         None,
@@ -253,6 +259,7 @@ class OuterConfig:
         0,
         "steps that outer replicas train apart before they meet; 0: no replicas, every step is of all ranks",
         low=0,
+        small=2,
     )
     outer_replicas: int | None = option(
         None, "outer replicas, groups of whole nodes (default: each node is one)", low=1
@@ -288,6 +295,7 @@ class OuterConfig:
         "steps that differences are on their way while training continues, fewer than --outer-interval; 0: training "
         "waits for each meeting",
         low=0,
+        small=1,
     )
 
 
@@ -300,6 +308,7 @@ class PrecisionConfig:
         "dtype of parameters and activations",
         choices=("bf16", "fp16", "fp32", "fp64"),
         consts={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"},
+        resume=Resume.UPDATE,
     )
     loss_scale: float | None = option(
         None,
@@ -333,11 +342,14 @@ class PrecisionConfig:
 class BatchConfig:
     """Sizes in samples."""
 
-    micro_batch_size: int = option(MISSING, "samples of one forward pass on one rank", low=1, required=True)
+    micro_batch_size: int = option(
+        MISSING, "samples of one forward pass on one rank", low=1, required=True, small=2
+    )
     global_batch_size: int | None = option(
         None,
         "samples of one step over all ranks (default: micro-batch x data-parallel size / --context-parallel-size)",
         low=1,
+        resume=Resume.UPDATE,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
@@ -346,7 +358,7 @@ class BatchConfig:
         None,
         "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
         "equal steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
-        whole_run=True,
+        small=SHORT,
     )
     elastic: bool = option(
         False, "keep the global batch on another number of data-parallel ranks, by a smaller micro-batch"
@@ -364,27 +376,29 @@ class TrainingConfig:
     NEEDS: ClassVar = {"moe_": EXPERTS}
 
     train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
-    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1, whole_run=True)
+    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1, small=SHORT)
     exit_interval: int | None = option(
-        None, "save and exit at iterations divisible by this; 0: never", low=0, whole_run=True
+        None, "save and exit at iterations divisible by this; 0: never", low=0, small=SHORT
     )
     exit_duration_in_mins: float | None = option(
-        None, "save and exit after these minutes; 0: never", low=0, whole_run=True
+        None, "save and exit after these minutes; 0: never", low=0, small=SHORT
     )
     kill_switch_path: str | None = option(
         None,
         "save and exit at the end of an iteration if this file exists; do not begin if it exists at the start",
-        whole_run=True,
+        small=SHORT,
     )
-    exit_signal_handler: bool = option(False, "save and exit on SIGTERM, SIGUSR1 or SIGINT", whole_run=True)
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM, SIGUSR1 or SIGINT", small=SHORT)
     eval_interval: int = option(
-        1000, "iterations between evaluations; 0: none", low=0, whole_run=True, needs=EVALUATES
+        1000, "iterations between evaluations; 0: none", low=0, small=SHORT, needs=EVALUATES
     )
     eval_at_start: bool = option(
-        False, "evaluate before the first iteration of a fresh run, too", whole_run=True, needs=EVALUATES
+        False, "evaluate before the first iteration of a fresh run, too", small=SHORT, needs=EVALUATES
     )
-    eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
-    seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1)
+    eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
+    seed: int = option(
+        1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=Resume.ORDER
+    )
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
     attention_backend: str = option(
@@ -406,27 +420,34 @@ class TrainingConfig:
         "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
         "report the loss without it",
         low=0,
+        resume=Resume.UPDATE,
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
         "loss that balances experts: over each micro-batch, over each sample (seq_aux_loss), or none",
         choices=("aux_loss", "seq_aux_loss", "none"),
         needs="moe_aux_loss_coeff > 0",
+        resume=Resume.UPDATE,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
         "weight of the loss that balances experts; 0: none",
         low=0,
         needs="moe_router_load_balancing_type = aux_loss|seq_aux_loss",
+        resume=Resume.UPDATE,
     )
     moe_z_loss_coeff: float | None = option(
-        None, "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)", low=0
+        None,
+        "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)",
+        low=0,
+        resume=Resume.UPDATE,
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
         "how far a step moves the bias of --moe-router-enable-expert-bias",
         low=0,
         needs="moe_router_enable_expert_bias",
+        resume=Resume.UPDATE,
     )
     loss_chunk_tokens: int | str | None = option(
         None,
@@ -434,16 +455,17 @@ class TrainingConfig:
         "auto: by the planner's memory, and whole where chunks save less than 5% of the peak (default: all tokens)",
         low=1,
         word=AUTO,
+        small=3,
     )
-    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0, whole_run=True)
+    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0, small=SHORT)
     health_check: bool | None = option(
-        None, "try nodes first, name bad ones (default: on under SLURM)", whole_run=True
+        None, "try nodes first, name bad ones (default: on under SLURM)", small=SHORT
     )
     distributed_init_timeout_minutes: float = option(
         5.0,
         "limit of the start: until all ranks have joined, and again until their communicators are made",
         above=0,
-        whole_run=True,
+        small=SHORT,
     )
     optimizer_impl: str = option(
         "auto",
@@ -452,10 +474,16 @@ class TrainingConfig:
         choices=IMPLEMENTATIONS,
     )
     norm_impl: str = option(
-        "torch", "implementation of norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex")
+        "torch",
+        "implementation of norms: torch, or NVIDIA's apex on CUDA",
+        choices=("torch", "apex"),
+        small="torch",
     )
     device: str = option(
-        "auto", "device to compute on; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda")
+        "auto",
+        "device to compute on; auto takes CUDA if there is one",
+        choices=("auto", "cpu", "cuda"),
+        small="cpu",
     )
 
     @property
@@ -468,19 +496,23 @@ class TrainingConfig:
 class DataConfig:
     """Text and tokenizer."""
 
+    SMALL: ClassVar = SHORT
     NEEDS: ClassVar = {
         name: f"tokenizer_type = {'|'.join(kind for kind, files in TOKENIZERS.items() if name in files)}"
         for name in FILE_OPTIONS
     }
 
-    data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
+    data_path: tuple[str, ...] = option(
+        (), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend", resume=Resume.ORDER
+    )
     split: str = option(
         "969,30,1",
         "shares of train, validation and test in --data-path",
         needs="not names_parts: --data-path, which it divides",
+        resume=Resume.ORDER,
     )
     train_data_path: tuple[str, ...] = option(
-        (), "data to train on, in the form of --data-path, instead of it and --split"
+        (), "data to train on, in the form of --data-path, instead of it and --split", resume=Resume.ORDER
     )
     valid_data_path: tuple[str, ...] = option(
         (), "data to evaluate on while training, in the form of --data-path (default: nothing is evaluated)"
@@ -493,6 +525,7 @@ class DataConfig:
         'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START '
         "and END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of "
         "BLOOM's code",
+        resume=Resume.ORDER,
     )
     valid_weighted_split_paths: tuple[str, ...] = option(
         (),
@@ -516,7 +549,7 @@ class DataConfig:
         "folder of index caches (default: beside the data)",
         needs="not mock_data: --data-path instead of --mock-data",
     )
-    mock_data: bool = option(False, "made-up tokens instead of --data-path")
+    mock_data: bool = option(False, "made-up tokens instead of --data-path", small=True, resume=Resume.ORDER)
     tokenizer_type: str | None = option(
         None,
         "tokenizer that made the data (default: that of --load; GPT2BPETokenizer with --vocab-file or --merge-file)",
@@ -525,16 +558,21 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
     vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
     merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
-    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
+    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss", resume=Resume.UPDATE)
     reset_position_ids: bool = option(
         False,
         "positions begin at 0 after every end-of-document token",
         # ALiBi's distances are those within a document wherever attention stays in it.
         needs="position_embedding_type != alibi or reset_attention_mask: --reset-attention-mask, or positions other "
         "than ALiBi",
+        small=KEPT,
+        resume=Resume.UPDATE,
     )
     reset_attention_mask: bool = option(
-        False, "attention stays within documents, which end-of-document tokens end"
+        False,
+        "attention stays within documents, which end-of-document tokens end",
+        small=KEPT,
+        resume=Resume.UPDATE,
     )
 
 
@@ -542,12 +580,15 @@ class DataConfig:
 class CheckpointConfig:
     """Saving and loading."""
 
+    SMALL: ClassVar = SHORT
+
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(
         None,
         "folder of checkpoints, to load the newest complete one, or folder of one checkpoint. If it holds "
         "none, that is an error, except for the folder of --save: then training starts from random weights. "
         "hf:DIR starts from the weights, the model and the tokenizer of a Hugging Face folder",
+        resume=Resume.BEGINS,
     )
     ckpt_step: int | None = option(
         None,
@@ -556,6 +597,7 @@ class CheckpointConfig:
         low=0,
         strict=True,
         needs=("load", CHECKPOINT),
+        resume=Resume.BEGINS,
     )
     accept_field: tuple[str, ...] = option(
         (),
@@ -625,10 +667,13 @@ class CheckpointConfig:
         needs=("save", "save_interval > 0"),
     )
     finetune: bool = option(
-        False, "load weights only: optimizer, schedule, data position and RNG start new", needs="load"
+        False,
+        "load weights only: optimizer, schedule, data position and RNG start new",
+        needs="load",
+        resume=Resume.BEGINS,
     )
-    load_optim: bool = option(True, "load optimizer states", needs=("load", CONTINUES))
-    load_rng: bool = option(True, "load RNG states", needs=("load", CONTINUES))
+    load_optim: bool = option(True, "load optimizer states", needs=("load", CONTINUES), resume=Resume.BEGINS)
+    load_rng: bool = option(True, "load RNG states", needs=("load", CONTINUES), resume=Resume.BEGINS)
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "take the schedule of learning rate and weight decay from the checkpoint, not from the flags",
@@ -639,6 +684,8 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class PlanningConfig:
     """Predictions of memory and time, before the run allocates, and beside the measurements at its end."""
+
+    SMALL: ClassVar = SHORT
 
     cluster: str | None = option(
         None,
@@ -662,6 +709,7 @@ class PlanningConfig:
 class ProfilingConfig:
     """A trace of a few iterations, as LOG_DIR/profile/rank_N.json.gz for chrome://tracing or ui.perfetto.dev."""
 
+    SMALL: ClassVar = SHORT
     NEEDS: ClassVar = {"profile_": "profile"}
 
     profile: bool = option(False, "write a trace of what the ranks compute and send")
@@ -674,6 +722,7 @@ class ProfilingConfig:
 class LoggingConfig:
     """Logs, loggers and callbacks. Throughput is always logged."""
 
+    SMALL: ClassVar = SHORT
     NEEDS: ClassVar = {"wandb_": "wandb_project"}
 
     log_interval: int = option(
