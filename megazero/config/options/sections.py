@@ -343,7 +343,12 @@ class BatchConfig:
     """Sizes in samples."""
 
     micro_batch_size: int = option(
-        MISSING, "samples of one forward pass on one rank", low=1, required=True, small=2
+        MISSING,
+        "samples of one forward pass on one rank",
+        low=1,
+        required=True,
+        small=2,
+        resume=Resume.UPDATE,
     )
     global_batch_size: int | None = option(
         None,
