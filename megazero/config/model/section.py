@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
-from megazero.config.options.fields import Resume, option, section_of
+from megazero.config.options.fields import ORDER, UPDATE, option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 from megazero.families.layer_kinds import MOST_LAYERS
 
@@ -19,7 +19,6 @@ ACTIVATIONS = ("squared_relu", "geglu", "swiglu")
 GELU = "GELU (--no-swiglu, and no --squared-relu)"
 EXPERTS = "num_experts > 1"
 ROPE = "position_embedding_type = rope"
-YARN = "rotary_scaling = yarn"
 OWN_FACTOR = "not rotary_attention_factor: the computed attention factor (no --rotary-attention-factor)"
 # The norms of a layer, in the order of use.
 LAYER_NORMS = {
@@ -35,7 +34,7 @@ LAYER_NORMS = {
 class ModelConfig:
     """The decoder. A vocabulary of None is that of the tokenizer, which is not read yet."""
 
-    NEEDS: ClassVar = {"rotary_": ROPE, "yarn_": ROPE, "moe_": EXPERTS}
+    NEEDS: ClassVar = {"rotary_": ROPE, "yarn_": (ROPE, "rotary_scaling = yarn"), "moe_": EXPERTS}
 
     model_family: str = option(
         "gpt",
@@ -56,7 +55,7 @@ class ModelConfig:
     )
     kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1, small=4)
     seq_length: int = option(
-        MISSING, "tokens of one sample", low=1, required=True, small=8, resume=Resume.ORDER | Resume.UPDATE
+        MISSING, "tokens of one sample", low=1, required=True, small=8, resume=ORDER | UPDATE
     )
     max_position_embeddings: int = option(MISSING, "longest sequence (default: --seq-length)", low=1)
     position_embedding_type: str = option(
@@ -112,25 +111,21 @@ class ModelConfig:
         32.0,
         "yarn: rotary pairs with more than this many rotations over the original length are not scaled",
         above=0,
-        needs=YARN,
     )
     yarn_beta_slow: float = option(
         1.0,
         "yarn: rotary pairs with fewer than this many rotations over the original length are fully scaled",
         above=0,
-        needs=YARN,
     )
     yarn_mscale: float = option(
         1.0,
         "yarn: m in the attention factor (0.1 m ln factor + 1) / (0.1 a ln factor + 1)",
         low=0,
-        needs=(YARN, OWN_FACTOR),
+        needs=OWN_FACTOR,
     )
-    yarn_mscale_all_dim: float = option(
-        0.0, "yarn: a in that attention factor", low=0, needs=(YARN, OWN_FACTOR)
-    )
+    yarn_mscale_all_dim: float = option(0.0, "yarn: a in that attention factor", low=0, needs=OWN_FACTOR)
     yarn_correction_range_round_to_int: bool = option(
-        True, "yarn: round the bounds that both betas give to whole pairs, outwards", needs=YARN
+        True, "yarn: round the bounds that both betas give to whole pairs, outwards"
     )
     rotary_window_base: float | None = option(
         None,
@@ -269,10 +264,10 @@ class ModelConfig:
         needs="moe_shared_expert_intermediate_size",
     )
     attention_dropout: float = option(
-        0.0, "dropout of attention probabilities (by family)", low=0, below=1, resume=Resume.UPDATE
+        0.0, "dropout of attention probabilities (by family)", low=0, below=1, resume=UPDATE
     )
     hidden_dropout: float = option(
-        0.0, "dropout before each residual sum (by family)", low=0, below=1, resume=Resume.UPDATE
+        0.0, "dropout before each residual sum (by family)", low=0, below=1, resume=UPDATE
     )
     # Small matrices are well-conditioned in fp32 with that.
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0, small=0.03)

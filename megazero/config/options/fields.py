@@ -37,6 +37,9 @@ class Resume(Flag):
     UPDATE = auto()  # the update or the loss is another one
 
 
+BEGINS, BY_NAME, ORDER, UPDATE = Resume
+
+
 @dataclass(frozen=True)
 class Option:
     """One configuration field, seen as an option.
@@ -48,7 +51,7 @@ class Option:
     ``strict``: it is an error where it has no effect; else there is a note. All options of a section whose class says
     ``STRICT`` are. Megatron's options are not: its scripts give them, and Megatron ignores them.
     ``needs``: what it needs to have an effect (options/needs.py), after what its class says: ``NEEDS`` maps its name,
-    or the beginning of its name up to a _, to a need.
+    or the beginning of its name up to a _, to needs.
     ``small``: its value in a small, short run (verify/shrink.py: small_value), by default what its class says
     (``SMALL``): the whole run's (KEPT), or the default, because it means nothing there (SHORT). Of a whole number it
     is the most.
@@ -141,12 +144,12 @@ def section_options(section: str, cls: type) -> list[Option]:
 
 def _needs(cls: type, of: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Return the needs of a field: those that its class says of its name, then its own."""
-    own = of.metadata.get("needs", ())
-    shared: Mapping[str, str] = getattr(cls, "NEEDS", {})
-    named = (
+    shared: Mapping[str, str | tuple[str, ...]] = getattr(cls, "NEEDS", {})
+    found = [
         need for key, need in shared.items() if of.name == key or key[-1] == "_" and of.name.startswith(key)
-    )
-    return (*named, *((own,) if isinstance(own, str) else own))
+    ]
+    found.append(of.metadata.get("needs", ()))
+    return tuple(need for needs in found for need in ((needs,) if isinstance(needs, str) else needs))
 
 
 def section_of(cls: type[Section], values: Mapping[str, Any]) -> Section:

@@ -152,7 +152,7 @@ class OptimizerConfig:
     """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
 
     RESUME: ClassVar = Resume.BY_NAME | Resume.UPDATE
-    NEEDS: ClassVar = {
+    NEEDS: ClassVar = {"lr_wsd_": "lr_decay_style = WSD"} | {
         name: f"optimizer = {'|'.join(o for o, each in OPTIMIZERS.items() if name in each.options)}"
         for name in chain.from_iterable(each.options for each in OPTIMIZERS.values())
     }
@@ -194,14 +194,9 @@ class OptimizerConfig:
         "WSD: shape of the last phase",
         choices=tuple(WSD_FALLING),
         small=SHORT,
-        needs="lr_decay_style = WSD",
     )
-    lr_wsd_decay_iters: int | None = option(
-        None, "WSD: iterations of the last phase", low=1, small=SHORT, needs="lr_decay_style = WSD"
-    )
-    lr_wsd_decay_samples: int | None = option(
-        None, "WSD: samples of the last phase", low=1, small=SHORT, needs="lr_decay_style = WSD"
-    )
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1, small=SHORT)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1, small=SHORT)
     weight_decay: float = option(
         0.01, "weight decay, decoupled except for sgd; norms and biases have none", low=0
     )

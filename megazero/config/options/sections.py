@@ -9,7 +9,7 @@ from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, P
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.model.section import EXPERTS
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
-from megazero.config.options.fields import KEPT, SHORT, Resume, option
+from megazero.config.options.fields import BEGINS, KEPT, ORDER, SHORT, UPDATE, option
 from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
 
@@ -22,7 +22,6 @@ TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
 DISPATCH = ("no", "exact", "int8")
 # Needs (options/needs.py).
-PIPELINED = "pipeline_model_parallel_size > 1"
 SHARED_SAMPLES = "context_parallel_size > 1"
 QUANTISED = "sends_gradients: --zero-quantized-gradients"
 ANY_QUANTISED = "sends_weights or sends_gradients: --zero-quantized-weights or --zero-quantized-gradients"
@@ -37,6 +36,8 @@ COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the ranks are laid out."""
+
+    NEEDS: ClassVar = dict.fromkeys(("num_", "pipeline_", "decoder_"), "pipeline_model_parallel_size > 1")
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", low=1)
     pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
@@ -83,40 +84,36 @@ class ParallelConfig:
         None,
         "layers of each stage, where a rank has several (interleaved schedule)",
         low=1,
-        needs=PIPELINED,
         small=SHORT,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
         "stages of each rank (interleaved schedule); they need not have equally many layers (default: 1)",
         low=1,
-        needs=PIPELINED,
     )
     pipeline_schedule: str | None = option(
         None,
         "order of forwards and backwards; zb-h1 splits backwards and fills the bubble with weights' gradients "
         "(default: 1f1b; interleaved where a rank has several stages)",
         choices=tuple(SCHEDULES),
-        needs=PIPELINED,
     )
     pipeline_partition: str | None = option(
         None,
         "layers per stage: balanced (by compute, embedding and head included), uniform, type:transformer|embedding "
         "(embedding and head count as a layer each), or a list such as 5,6,6,5 (default: balanced)",
         aliases=("pp-partition-method",),
-        needs=PIPELINED,
     )
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first stage; the others share the rest", low=1, needs=PIPELINED, small=SHORT
+        None, "layers of the first stage; the others share the rest", low=1, small=SHORT
     )
     decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage; the others share the rest", low=1, needs=PIPELINED, small=SHORT
+        None, "layers of the last stage; the others share the rest", low=1, small=SHORT
     )
     use_tp_pp_dp_mapping: bool = option(
         False,
         "order of ranks, innermost first: tensor, pipeline, data instead of tensor, data, pipeline. A pipeline stays "
         "inside a node and data parallelism crosses nodes",
-        needs=PIPELINED,
+        needs="pipeline_model_parallel_size > 1",
     )
     sequence_parallel: bool = option(
         False,
@@ -308,7 +305,7 @@ class PrecisionConfig:
         "dtype of parameters and activations",
         choices=("bf16", "fp16", "fp32", "fp64"),
         consts={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"},
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     loss_scale: float | None = option(
         None,
@@ -343,18 +340,13 @@ class BatchConfig:
     """Sizes in samples."""
 
     micro_batch_size: int = option(
-        MISSING,
-        "samples of one forward pass on one rank",
-        low=1,
-        required=True,
-        small=2,
-        resume=Resume.UPDATE,
+        MISSING, "samples of one forward pass on one rank", low=1, required=True, small=2, resume=UPDATE
     )
     global_batch_size: int | None = option(
         None,
         "samples of one step over all ranks (default: micro-batch x data-parallel size / --context-parallel-size)",
         low=1,
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
@@ -401,9 +393,7 @@ class TrainingConfig:
         False, "evaluate before the first iteration of a fresh run, too", small=SHORT, needs=EVALUATES
     )
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
-    seed: int = option(
-        1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=Resume.ORDER
-    )
+    seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=ORDER)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
     attention_backend: str = option(
@@ -425,34 +415,34 @@ class TrainingConfig:
         "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
         "report the loss without it",
         low=0,
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
         "loss that balances experts: over each micro-batch, over each sample (seq_aux_loss), or none",
         choices=("aux_loss", "seq_aux_loss", "none"),
         needs="moe_aux_loss_coeff > 0",
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
         "weight of the loss that balances experts; 0: none",
         low=0,
         needs="moe_router_load_balancing_type = aux_loss|seq_aux_loss",
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     moe_z_loss_coeff: float | None = option(
         None,
         "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)",
         low=0,
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
         "how far a step moves the bias of --moe-router-enable-expert-bias",
         low=0,
         needs="moe_router_enable_expert_bias",
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     loss_chunk_tokens: int | str | None = option(
         None,
@@ -508,16 +498,16 @@ class DataConfig:
     }
 
     data_path: tuple[str, ...] = option(
-        (), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend", resume=Resume.ORDER
+        (), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend", resume=ORDER
     )
     split: str = option(
         "969,30,1",
         "shares of train, validation and test in --data-path",
         needs="not names_parts: --data-path, which it divides",
-        resume=Resume.ORDER,
+        resume=ORDER,
     )
     train_data_path: tuple[str, ...] = option(
-        (), "data to train on, in the form of --data-path, instead of it and --split", resume=Resume.ORDER
+        (), "data to train on, in the form of --data-path, instead of it and --split", resume=ORDER
     )
     valid_data_path: tuple[str, ...] = option(
         (), "data to evaluate on while training, in the form of --data-path (default: nothing is evaluated)"
@@ -530,7 +520,7 @@ class DataConfig:
         'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START '
         "and END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of "
         "BLOOM's code",
-        resume=Resume.ORDER,
+        resume=ORDER,
     )
     valid_weighted_split_paths: tuple[str, ...] = option(
         (),
@@ -554,7 +544,7 @@ class DataConfig:
         "folder of index caches (default: beside the data)",
         needs="not mock_data: --data-path instead of --mock-data",
     )
-    mock_data: bool = option(False, "made-up tokens instead of --data-path", small=True, resume=Resume.ORDER)
+    mock_data: bool = option(False, "made-up tokens instead of --data-path", small=True, resume=ORDER)
     tokenizer_type: str | None = option(
         None,
         "tokenizer that made the data (default: that of --load; GPT2BPETokenizer with --vocab-file or --merge-file)",
@@ -563,7 +553,7 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
     vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
     merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
-    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss", resume=Resume.UPDATE)
+    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss", resume=UPDATE)
     reset_position_ids: bool = option(
         False,
         "positions begin at 0 after every end-of-document token",
@@ -571,13 +561,10 @@ class DataConfig:
         needs="position_embedding_type != alibi or reset_attention_mask: --reset-attention-mask, or positions other "
         "than ALiBi",
         small=KEPT,
-        resume=Resume.UPDATE,
+        resume=UPDATE,
     )
     reset_attention_mask: bool = option(
-        False,
-        "attention stays within documents, which end-of-document tokens end",
-        small=KEPT,
-        resume=Resume.UPDATE,
+        False, "attention stays within documents, which end-of-document tokens end", small=KEPT, resume=UPDATE
     )
 
 
@@ -586,6 +573,7 @@ class CheckpointConfig:
     """Saving and loading."""
 
     SMALL: ClassVar = SHORT
+    NEEDS: ClassVar = {"save_": "save", "load_": "load"}
 
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(
@@ -593,7 +581,7 @@ class CheckpointConfig:
         "folder of checkpoints, to load the newest complete one, or folder of one checkpoint. If it holds "
         "none, that is an error, except for the folder of --save: then training starts from random weights. "
         "hf:DIR starts from the weights, the model and the tokenizer of a Hugging Face folder",
-        resume=Resume.BEGINS,
+        resume=BEGINS,
     )
     ckpt_step: int | None = option(
         None,
@@ -602,7 +590,7 @@ class CheckpointConfig:
         low=0,
         strict=True,
         needs=("load", CHECKPOINT),
-        resume=Resume.BEGINS,
+        resume=BEGINS,
     )
     accept_field: tuple[str, ...] = option(
         (),
@@ -614,7 +602,6 @@ class CheckpointConfig:
         None,
         "Hugging Face folder to write when the training is over, from the last checkpoint and by all ranks",
         strict=True,
-        needs="save",
     )
     allow_fresh_start: bool = option(
         False,
@@ -628,33 +615,31 @@ class CheckpointConfig:
         needs=("load", CHECKPOINT),
     )
     save_interval: int | None = option(
-        None, "iterations between checkpoints (default, and 0: at exit only)", low=0, needs="save"
+        None, "iterations between checkpoints (default, and 0: at exit only)", low=0
     )
     save_retain_interval: int | None = option(
         None,
         "keep for good the first checkpoint at or after every N-th iteration; of the rest, keep the newest "
         "--save-keep-last (default 1)",
         low=1,
-        needs=("save", "save_interval > 0"),
+        needs="save_interval > 0",
     )
     save_keep_last: int | None = option(
         None,
         "how many of the newest checkpoints to keep (default: all)",
         low=1,
-        needs=("save", "save_interval > 0"),
+        needs="save_interval > 0",
     )
     save_retry_minutes: float = option(
         10.0,
         "how long a save that the storage refuses is retried, from the first failure on, before it ends the run; 0: "
         "not at all",
         low=0,
-        needs="save",
     )
     save_copy: str | None = option(
         None,
         "second folder: checkpoints are copied there in the background, checked, and load like any other; a failed "
         "copy does not end the run, and the next checkpoint makes up for it",
-        needs="save",
     )
     save_copy_interval: int | None = option(
         None,
@@ -675,10 +660,10 @@ class CheckpointConfig:
         False,
         "load weights only: optimizer, schedule, data position and RNG start new",
         needs="load",
-        resume=Resume.BEGINS,
+        resume=BEGINS,
     )
-    load_optim: bool = option(True, "load optimizer states", needs=("load", CONTINUES), resume=Resume.BEGINS)
-    load_rng: bool = option(True, "load RNG states", needs=("load", CONTINUES), resume=Resume.BEGINS)
+    load_optim: bool = option(True, "load optimizer states", needs=CONTINUES, resume=BEGINS)
+    load_rng: bool = option(True, "load RNG states", needs=CONTINUES, resume=BEGINS)
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "take the schedule of learning rate and weight decay from the checkpoint, not from the flags",

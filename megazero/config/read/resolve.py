@@ -21,11 +21,10 @@ from megazero.config.layout.wire import (
     PLAIN,
     asked_for,
     few_bits,
-    format_options,
     is_plain,
     quantizes_gradients,
 )
-from megazero.config.layout.wire_rules import may_quantise
+from megazero.config.layout.wire_rules import may_quantise, message_facts
 from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, PARTS, tokenizer_type
@@ -180,7 +179,10 @@ def _formats(values: Values, known: Known) -> Completed:
     before, options, path, notes = _formats_of(known.saved), all_options(), known.path, list[str]()
     asked = section_of(ZeroConfig, values)
     planned = may_quantise(asked.zero_preset, values.get("loss_policy"))
-    names = [name for name in format_options(asked) + [TRANSFORM] * planned if name not in values]
+    facts = {**message_facts(asked), TRANSFORM: None}
+    names = [
+        n for n in FORMATS if n not in values and (not lacks(options[n], facts) or planned and n == TRANSFORM)
+    ]
     kept = {n: before[n] for n in names if before.get(n) not in (None, options[n].default)}
     now = section_of(ZeroConfig, {**values, **kept})
     plain = few_bits(now) and now.zero_gradient_transform == "none" and (planned or quantizes_gradients(now))
