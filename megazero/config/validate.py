@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from megazero.config.layout.wire_rules import may_quantise, message_facts
 from megazero.config.model.published import is_published
 from megazero.config.nearest import multiples_around
 from megazero.config.options.data_inputs import PARTS
-from megazero.config.options.fields import Option, Unjudged, fault, guarded
+from megazero.config.options.fields import Unjudged, fault, guarded
 from megazero.config.options.needs import without_effect
 from megazero.config.options.sections import OuterConfig
 from megazero.config.rules import RULES, idle_router
@@ -53,7 +53,9 @@ def judge(
         judged = replace(config, **{n: guarded(getattr(config, n), broken) for n in section_types()})
     for rule in RULES:
         errors += _judged(rule, judged)
-    idle = [*_without_effect(config, values, broken)]
+    family = FAMILIES.get(config.model.model_family)
+    defaults = family.defaults if family else {}
+    idle = [*without_effect(all_options().values(), values, facts(config), defaults, broken)]
     errors += [line for opt, line in idle if opt.strict]
     if world is not None:
         errors += _judged(_profiled_ranks, judged, world)
@@ -75,20 +77,6 @@ def _judged(rule: Callable[..., Iterable[str]], *of: Any) -> list[str]:
         for line in rule(*of):
             lines.append(line)  # not extend: the lines before that count
     return lines
-
-
-def idle_options(config: RunConfig) -> list[str]:
-    """Return the names of options that were changed although they have no effect here."""
-    return [opt.name for opt, _ in _without_effect(config, config.values(), ())]
-
-
-def _without_effect(
-    config: RunConfig, values: Mapping[str, Any], broken: Collection[str]
-) -> Iterator[tuple[Option, str]]:
-    """Yield each option that was changed although it has no effect here, with an error line."""
-    family = FAMILIES.get(config.model.model_family)
-    defaults = family.defaults if family else {}
-    yield from without_effect(all_options().values(), values, facts(config), defaults, broken)
 
 
 def facts(config: RunConfig) -> dict[str, bool]:
