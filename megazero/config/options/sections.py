@@ -279,7 +279,7 @@ class OuterConfig:
         "how differences are rounded: to nearest, adding what was lost to the next ones (feedback), or not adding it "
         "(nearest) (default: feedback)",
         choices=("feedback", "nearest"),
-        needs="outer_bits < 32",
+        needs=f"outer_bits < {OUTER_BITS[0]}",
     )
     outer_evaluation: str = option(
         "anchor",

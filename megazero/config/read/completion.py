@@ -55,7 +55,7 @@ class Completed(NamedTuple):
 class Completion(NamedTuple):
     """A step on the way to a configuration: what it reads, what it may set, and how."""
 
-    of: Callable[[Values, Known], Completed]
+    complete: Callable[[Values, Known], Completed]
     reads: Collection[str]
     writes: Collection[str] = ()
 
@@ -65,8 +65,10 @@ def complete_by(completions: Iterable[Completion], known: Known) -> Completed:
     values = dict(known.said.values)
     notes, errors, loaded, failed = list[str](), list[str](), set[str](), {*known.said.failed}
     for each in completions:
-        found = each.of({name: values[name] for name in each.reads if name in values}, known)
-        assert found.values.keys() <= {*each.writes}, f"{each.of} sets {found.values.keys() - {*each.writes}}"
+        found = each.complete({name: values[name] for name in each.reads if name in values}, known)
+        assert found.values.keys() <= {*each.writes}, (
+            f"{each.complete} sets {found.values.keys() - {*each.writes}}"
+        )
         values |= found.values
         for name in [name for name, value in found.values.items() if value is None]:
             del values[name]
