@@ -1,9 +1,9 @@
 """Shrinks the sizes of a configuration and keeps its structure. Pure; no torch.
 
 It keeps the family and every choice of the model, the layout, the schedule, uneven stages, the preset or factors,
-lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Each option says its small value
-(``small_value``). Of a size that ranks share the run takes the nearest multiple that they can share; RULES judge all of
-them together.
+lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Each option says its small
+value (``small_value``). Of a size that ranks share the run takes the nearest multiple that they can share; RULES
+judge all of them together.
 """
 
 from __future__ import annotations

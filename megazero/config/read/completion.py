@@ -66,9 +66,8 @@ def complete_by(completions: Iterable[Completion], known: Known) -> Completed:
     notes, errors, loaded, failed = list[str](), list[str](), set[str](), {*known.said.failed}
     for each in completions:
         found = each.complete({name: values[name] for name in each.reads if name in values}, known)
-        assert found.values.keys() <= {*each.writes}, (
-            f"{each.complete} sets {found.values.keys() - {*each.writes}}"
-        )
+        others = found.values.keys() - {*each.writes}
+        assert not others, f"{each.complete} sets {others}"
         values |= found.values
         for name in [name for name, value in found.values.items() if value is None]:
             del values[name]
