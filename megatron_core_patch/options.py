@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config.options.fields import option
+from megazero.config.options.sections import QUANTISED
 from megazero.patches.options import MessageOptions
 
 
@@ -13,7 +14,10 @@ class PatchOptions(MessageOptions):
     """The formats of messages between Megatron's data-parallel ranks, and checks of these messages."""
 
     zero_quantized_gradients_until_step: int | None = option(
-        None, "updates after which gradients are sent exactly, those before a resume included", low=1
+        None,
+        "updates after which gradients are sent exactly, those before a resume included",
+        low=1,
+        needs=QUANTISED,
     )
     zero_chunk_numel: int | None = option(
         None,

@@ -1,6 +1,7 @@
 """The command line is: megazero COMMAND. A command is imported when it is called, and torch only when it needs it.
 
-A command that has a package lies there as command.py, each other one in a file of this package.
+What a command does lies in the package that owns it. The packages train, convert, plan, calibrate and verify read
+their commands' words themselves (command.py); else a file here reads them, calls the package and prints.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def report(options: CheckOptions, launch: Launch) -> ExitStatus:
     """Check, print what was found, and return the exit status."""
     import torch.distributed as dist
 
-    from megazero.cli.node_check import check_nodes  # brings torch
+    from megazero.calibrate.node_check import check_nodes  # brings torch
 
     training = TrainingConfig(device=options.device, distributed_init_timeout_minutes=options.timeout / 60)
     save = Path(options.save) if options.save else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.charts import text_chart
 from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
 from megazero.config.run import all_options
-from megazero.ops.status import RunFiles, facts, read_run, restarts, state
+from megazero.ops.status import read_run, report, state
 
 USAGE = """usage: megazero status [LOG_DIR ...] [flags below]
        */5 * * * * megazero status /shared/runs/a/logs --quiet   # cron mails what it prints
@@ -36,18 +34,6 @@ class StatusOptions:
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0, 1 if a run is not well, or 2 if a folder is not a run's."""
     return run_with_arguments("status", argv, USAGE, StatusOptions, _status)
-
-
-def report(run: RunFiles, chart: bool) -> str:
-    """Return what is printed of a run."""
-    lines = [f"{name:<12}  {words}" for name, words in facts(run).items()]
-    lines += [f"{'':<12}  {line}" for line in restarts(run)[-10:]]
-    losses = [(line["iteration"], line["lm_loss"]) for line in run.iterations]
-    if chart and losses:
-        width = shutil.get_terminal_size((100, 24)).columns
-        braille = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        lines += ["", *text_chart(losses, "iteration", "loss, nats per token", width, 12, braille)]
-    return "\n".join([*lines, ""])
 
 
 def _status(options: StatusOptions) -> int:

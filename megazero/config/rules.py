@@ -1,7 +1,7 @@
 """Rules between options that hold whatever the size of the world: RULES.
 
 A rule yields error lines with the nearest legal choice. It may trust every option that it reads (options/fields.py:
-guarded). Those of the model, pipelines, messages and outer steps are in files of their own. conditions.py has what
+guarded). Those of the model, pipelines, messages and outer steps are in files of their own. options/needs.py has what
 options need to have an effect.
 """
 
@@ -11,20 +11,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megazero.config.conditions import needs
 from megazero.config.errors import ConfigError
 from megazero.config.layout import context_rules, outer_rules, pipeline_rules, wire_rules
-from megazero.config.layout.context import SWAP, comm_type
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
-from megazero.config.model.published import is_published
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
-from megazero.config.options.data_inputs import DATA_WORDS, PARTS, TOKENIZERS, parse_split
+from megazero.config.options.data_inputs import DATA_WORDS, TOKENIZERS, parse_split
 from megazero.config.options.data_sources import data_kind
-from megazero.config.options.fields import Condition, typed
+from megazero.config.options.fields import typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
     SMALL_MOMENTS,
@@ -339,15 +336,3 @@ RULES: tuple[Rule, ...] = (
     wire_rules.links_have_bits,
     wire_rules.delta_refresh,
 )
-
-
-def conditions(config: RunConfig) -> Iterator[Condition]:
-    """Yield what every option that depends on others needs to have an effect."""
-    zero, parallel = config.zero, config.parallel
-    planned = wire_rules.may_quantise(zero.zero_preset, config.planning.loss_policy)
-    facts = {
-        "loads_hugging_face": is_published(config.checkpoint.load),
-        "gathers_keys": comm_type(parallel) != SWAP,
-        "names_parts": any(getattr(config.data, name) for name in PARTS),
-    }
-    return needs({**config.values(), **facts, **wire_rules.message_facts(zero, planned)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -371,9 +371,8 @@ class RunConfig:
         None is the default. What a command line completes from other options stays as it is.
         """
         sections = defaultdict[str, dict[str, Any]](dict)
-        for name, value in values.items():
-            opt = all_options()[name]
-            sections[opt.section][name] = opt.default if value is None else value
+        for name, value in with_defaults(values, values).items():
+            sections[all_options()[name].section][name] = value
         return replace(self, **{name: replace(getattr(self, name), **own) for name, own in sections.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -394,6 +393,12 @@ def all_options() -> Mapping[str, Option]:
     options = [opt for section, cls in section_types().items() for opt in section_options(section, cls)]
     assert len({opt.name for opt in options}) == len(options), "option names are unique over sections"
     return MappingProxyType({opt.name: opt for opt in options})
+
+
+def with_defaults(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of these options by name: the default of one that is not said (absent, or None)."""
+    options = all_options()
+    return {name: options[name].default if values.get(name) is None else values[name] for name in names}
 
 
 def to_store(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

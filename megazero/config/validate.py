@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.layout import context_rules
+from megazero.config.layout.context import SWAP, comm_type
 from megazero.config.layout.outer_rules import outer_notes
 from megazero.config.layout.shards import QUANTISED, resolve_shards
+from megazero.config.layout.wire_rules import may_quantise, message_facts
+from megazero.config.model.published import is_published
 from megazero.config.nearest import multiples_around
-from megazero.config.options.fields import Unjudged, fault, guarded, without_effect
+from megazero.config.options.data_inputs import PARTS
+from megazero.config.options.fields import Unjudged, fault, guarded
+from megazero.config.options.needs import without_effect
 from megazero.config.options.sections import OuterConfig
-from megazero.config.rules import RULES, conditions, idle_router
+from megazero.config.rules import RULES, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 from megazero.mesh.grid import context_problem, expert_problem
 
 
-def find_errors(
+class Verdict(NamedTuple):
+    """What is wrong with a configuration; if nothing is, what a user may not expect of it. A line each."""
+
+    errors: list[str]
+    notes: list[str]
+
+
+def judge(
     config: RunConfig, world: World | None, skip: Collection[str] = (), missing: Collection[str] = ()
-) -> list[str]:
-    """Return all error lines.
+) -> Verdict:
+    """Return all error lines, or notes on a legal configuration.
 
     A rule ends where it reads an option in ``skip``, which is reported already, one in ``missing``, or one with an
-    illegal value.
+    illegal value. An option without an effect is an error if it is strict, else a note.
     """
     broken, errors, values = set(skip), list[str](), config.values()
     for opt in all_options().values():
@@ -41,7 +53,10 @@ def find_errors(
         judged = replace(config, **{n: guarded(getattr(config, n), broken) for n in section_types()})
     for rule in RULES:
         errors += _judged(rule, judged)
-    errors += [line for name, line in _without_effect(config, broken) if all_options()[name].strict]
+    family = FAMILIES.get(config.model.model_family)
+    defaults = family.defaults if family else {}
+    idle = [*without_effect(all_options().values(), values, facts(config), defaults, broken)]
+    errors += [line for opt, line in idle if opt.strict]
     if world is not None:
         errors += _judged(_profiled_ranks, judged, world)
         errors += (uneven := _judged(uneven_ranks, judged, world))
@@ -49,7 +64,10 @@ def find_errors(
             errors += _judged(layout_rule, judged, world)
     if not config.knows_nodes(world):
         errors += _judged(_shard_chain, judged)
-    return errors
+    if errors:
+        return Verdict(errors, [])
+    notes = [line.split("; leave it out")[0] for _, line in idle]
+    return Verdict([], notes + [line for note in NOTES for line in note(config, world)])
 
 
 def _judged(rule: Callable[..., Iterable[str]], *of: Any) -> list[str]:
@@ -61,21 +79,16 @@ def _judged(rule: Callable[..., Iterable[str]], *of: Any) -> list[str]:
     return lines
 
 
-def notes_on(config: RunConfig, world: World | None) -> list[str]:
-    """Return notes on a legal configuration: what has no effect, and what is not as one may expect.
-
-    Options without an effect are noted here if they are not errors.
-    """
-    vain = _without_effect(config, ())
-    idle = [line.split("; leave it out")[0] for name, line in vain if not all_options()[name].strict]
-    layout = [*_other_lifetime(config, world), *_lone_ranks(config, world)]
-    return [
-        *idle,
-        *idle_router(config),
-        *outer_notes(config),
-        *context_rules.context_notes(config, world),
-        *layout,
-    ]
+def facts(config: RunConfig) -> dict[str, bool]:
+    """Return what options need beside the values of others (options/needs.py), by name."""
+    zero, parallel = config.zero, config.parallel
+    planned = may_quantise(zero.zero_preset, config.planning.loss_policy)
+    return {
+        "loads_hugging_face": is_published(config.checkpoint.load),
+        "gathers_keys": comm_type(parallel) != SWAP,
+        "names_parts": any(getattr(config.data, name) for name in PARTS),
+        **message_facts(zero, planned),
+    }
 
 
 def _lone_ranks(config: RunConfig, world: World | None) -> Iterator[str]:
@@ -87,11 +100,6 @@ def _lone_ranks(config: RunConfig, world: World | None) -> Iterator[str]:
             "(--zero-preset zero1 --zero-quantized-weights-delta --zero-quantized-gradients): each rank holds all "
             "parameters"
         )
-
-
-def idle_options(config: RunConfig) -> list[str]:
-    """Return the names of options that were changed although they have no effect here."""
-    return [name for name, _ in _without_effect(config, ())]
 
 
 def _other_lifetime(config: RunConfig, world: World | None) -> Iterator[str]:
@@ -110,13 +118,6 @@ DERIVED_FROM = {
     "num_query_groups": ("num_attention_heads",),
     "max_position_embeddings": ("seq_length",),
 }
-
-
-def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each option that was changed although it has no effect here, with an error line."""
-    family = FAMILIES.get(config.model.model_family)
-    defaults = family.defaults if family else {}
-    yield from without_effect(conditions(config), all_options(), config.values(), defaults, broken)
 
 
 def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
@@ -237,3 +238,11 @@ def _over_nodes(config: RunConfig, world: World) -> Iterator[str]:
 
 # Rules over the size of the world, where ranks divide evenly. Before nodes are known, those judge that hold for any.
 LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes)
+# What is not as one may expect of a legal configuration.
+NOTES: tuple[Callable[[RunConfig, World | None], Iterable[str]], ...] = (
+    lambda config, _: idle_router(config),
+    lambda config, _: outer_notes(config),
+    context_rules.context_notes,
+    _other_lifetime,
+    _lone_ranks,
+)

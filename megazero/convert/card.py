@@ -18,10 +18,11 @@ from megazero.config.model.published import CONFIG_FILE, find_tokenizer
 from megazero.config.model.section import complete
 from megazero.config.options.data_inputs import FILE_OPTIONS
 from megazero.config.options.fields import stand_in, typed
+from megazero.config.options.needs import lacks
 from megazero.config.read.files import read_json
 from megazero.config.run import RunConfig, all_options
 from megazero.config.secrets import redact
-from megazero.config.validate import idle_options
+from megazero.config.validate import facts
 from megazero.convert.importing import HUB_NAME
 from megazero.convert.source import Source
 from megazero.families import FAMILIES
@@ -142,8 +143,9 @@ def with_effect(options: Mapping[str, object]) -> dict[str, object]:
     Megatron's checkpoints keep every argument, given or not: Muon's, too, of a run with Adam.
     """
     needed = {name: stand_in(option) for name, option in all_options().items() if option.needed}
-    idle = idle_options(RunConfig.of({**needed, **complete(options)}))
-    return {name: value for name, value in options.items() if name not in idle}
+    config = RunConfig.of({**needed, **complete(options)})
+    known = {**config.values(), **facts(config)}
+    return {name: value for name, value in options.items() if not lacks(all_options()[name], known)}
 
 
 def changed(family: str, values: Mapping[str, object]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
 for checkpoints. What may be harmless is a note: less free memory than elsewhere. `megazero check-nodes` measures the
-links, too (megazero/cli/node_check.py).
+links, too (megazero/calibrate/node_check.py).
 """
 
 from __future__ import annotations

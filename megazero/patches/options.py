@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megazero.config.conditions import needs
 from megazero.config.errors import ConfigError
 from megazero.config.layout.wire import (
     PLAIN,
     Wire,
     asked_for,
     is_plain,
-    quantizes_gradients,
 )
 from megazero.config.layout.wire_rules import (
     LEAST_BLOCK,
@@ -29,8 +27,8 @@ from megazero.config.options.fields import (
     option,
     option_of,
     section_options,
-    without_effect,
 )
+from megazero.config.options.needs import without_effect
 from megazero.config.options.sections import BITS, BITS_OF_GRADIENTS, ParallelConfig, ZeroConfig
 from megazero.config.run import REMOVED
 
@@ -122,14 +120,9 @@ def check(options: Options) -> Options:
 
 def _contradictions(options: MessageOptions) -> Iterator[str]:
     zero = options._zero
-    own = {opt.name: opt for opt in section_options("patch", type(options))}
-    ends = ["zero_quantized_gradients_until_step"], quantizes_gradients(zero), "--zero-quantized-gradients"
-    table = [
-        ([name for name in names if name in own], holds, cure)
-        for names, holds, cure in (*needs({**vars(zero), **message_facts(zero)}), ends)
-    ]
+    own = section_options("patch", type(options))
     yield from unquantised_changes(zero)
-    yield from (line for _, line in without_effect(table, own, vars(options), {}))
+    yield from (line for _, line in without_effect(own, vars(options), message_facts(zero), {}))
     yield from legal_block(zero, BLOCK)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from megazero.config import RunConfig, World
 from megazero.config.model.spec import HEAD, ModelSpec
 from megazero.config.options.cluster import Cluster
-from megazero.config.validate import find_errors
+from megazero.config.validate import judge
 from megazero.mesh.grid import Grid, make_grid
 from megazero.mesh.levels import INTER, INTRA, Level, link_between
 from megazero.plan import communication
@@ -147,7 +147,7 @@ class BaseLayout:
     @cached_property
     def faults(self) -> Sequence[str]:
         """What the configuration's rules refuse."""
-        return find_errors(self.config, self.world)
+        return judge(self.config, self.world).errors
 
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:

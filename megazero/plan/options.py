@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError, make_config
-from megazero.config.foreign.megatron import unmet_conditions
-from megazero.config.model.loaded import take_architecture
-from megazero.config.model.section import complete
 from megazero.config.options.cluster import LEAST, MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.data_sources import NO_DATA
-from megazero.config.options.fields import fault, option, section_options
-from megazero.config.read.beginning import BEGINNING, read_beginning
+from megazero.config.options.fields import Resume, fault, option, section_options
+from megazero.config.read.beginning import read_beginning
+from megazero.config.read.completion import Known, complete_by
 from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
-from megazero.config.read.resolve import complete_megatron, unfused_gelu
+from megazero.config.read.resolve import CONDITIONS, DERIVED_LENGTHS, GELU, LOADED
 from megazero.config.run import all_options
 from megazero.plan.search import OUTER_POLICY, given_formats
 
@@ -84,15 +82,11 @@ def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     Of what --load names the plan takes the model. Raises OSError if the storage does not answer.
     """
     said = read_layers(read_flags(argv))
-    values, errors = dict(said.values), list(said.errors)
-    errors += complete_megatron(said, values, [])
-    if values.get("load") is not None:
-        values, _, clashes = take_architecture(values, read_beginning(values))
-        errors += clashes
-        values = {name: value for name, value in values.items() if name not in BEGINNING}
-    errors += unmet_conditions(said.conditions, complete(values))
-    list(unfused_gelu(values))  # its notes are the run's
-    return values, errors
+    beginning = None if said.values.get("load") is None else read_beginning(said.values)
+    done = complete_by((DERIVED_LENGTHS, LOADED, CONDITIONS, GELU), Known.of(said, None, beginning))
+    begins = [opt.name for opt in all_options().values() if beginning and Resume.BEGINS in opt.resume]
+    values = {name: value for name, value in done.values.items() if name not in begins}
+    return values, [*said.errors, *done.errors]  # notes are the run's
 
 
 def read_request(argv: Sequence[str]) -> PlanRequest:

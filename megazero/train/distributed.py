@@ -155,9 +155,9 @@ def find_world(config: RunConfig, launch: Launch) -> tuple[RunConfig, World]:
     _refuse_different_options(config)  # before ranks form groups by their own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     if launch.local_world_size is None:  # what the first check of the flags could not ask yet
-        config, errors = fit(config, world)
-        if errors:
-            raise ConfigError(errors)
+        config, verdict = fit(config, world)
+        if verdict.errors:
+            raise ConfigError(verdict.errors)
     return config, world
 
 

@@ -1,9 +1,9 @@
 """Shrinks the sizes of a configuration and keeps its structure. Pure; no torch.
 
 It keeps the family and every choice of the model, the layout, the schedule, uneven stages, the preset or factors,
-lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Each size has a small value
-(``SMALL``), of which the run takes the nearest multiple that the ranks can share; RULES judge all of them together.
-Data are made-up tokens and the learning rate is constant. Saving and logging are off.
+lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Each option says its small
+value (``small_value``). Of a size that ranks share the run takes the nearest multiple that they can share; RULES
+judge all of them together.
 """
 
 from __future__ import annotations
@@ -18,55 +18,19 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.layout.context import BOTH, GATHER, SWAP
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import model_spec
-from megazero.config.options.data_sources import NO_DATA
+from megazero.config.options.fields import KEPT, SHORT, Option
 from megazero.config.options.optimizers import OPTIMIZERS
-from megazero.config.options.sections import OuterConfig
-from megazero.config.run import all_options
+from megazero.config.run import all_options, section_types
 from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.verify.shrink_world import SubLayout, sub_layout
 
 # Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
 # nor become zero.
 LOSS_SCALE = 1024.0
-# What the sizes of a run are, by option.
-SMALL = {
-    "kv_channels": 4,
-    "num_attention_heads": 8,  # of models whose query heads have a key/value head each
-    "num_query_groups": 4,  # of others
-    "seq_length": 8,
-    "vocab_size": 64,
-    "make_vocab_size_divisible_by": 8,
-    "num_experts": 6,
-    "moe_router_topk": 3,
-    "micro_batch_size": 2,
-    "zero_unit_layers": 2,
-    "zero_block_size": 8,
-    "loss_chunk_tokens": 3,  # several chunks, of which the last is smaller
-}
 HEADS_OF_GROUP = 2  # query heads that share a key/value head, at most
-INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 # With norms of queries and keys, which are small here, so that their scores would not be: one fp32 rank of OLMo 2 is
 # 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
 QK_NORM_EPSILON = 1e-2
-CARRIED = ("model", "parallel", "zero", "outer", "precision", "optimizer", "batch", "training")
-INTERVAL, DELAY = 2, 1  # of outer steps, at most: steps from one meeting to the next, and steps of delay
-# A run of made-up tokens on CPUs.
-MADE_UP = {
-    **NO_DATA,
-    "eval_iters": 0,
-    "device": "cpu",
-    "init_method_std": INIT_STD,
-    "lr_decay_style": "constant",
-    "norm_impl": "torch",  # apex runs on CUDA alone
-}
-# Of the data, what the model computes by.
-OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
-# What ``_parallel`` says by other options.
-STAGES = (
-    "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
 
 
 @dataclass(frozen=True)
@@ -89,32 +53,38 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     The run has ``steps`` steps, with outer replicas as many more as take two meetings.
     """
     layout = sub_layout(config, world, most)
-    carried = {
-        name: option.default if option.whole_run or name in STAGES else config.get(name)
-        for name, option in all_options().items()
-        if option.section in CARRIED
-    }
     values = {
-        **carried,
-        **MADE_UP,
-        **{name: config.get(name) for name in OF_DOCUMENTS},
+        **{name: small_value(option, config.get(name)) for name, option in all_options().items()},
         **_parallel(config, layout),
         **_model(config, layout, config.context_levels(world)),
         **_batch(config, world, layout),
-        **_outer(config.outer, layout.replicas),
+        **_outer(layout.replicas),
         **_optimizer(config),
         **_on_processors(config),
     }
     values |= _zero(config, world, layout, values)
-    values["loss_chunk_tokens"] = config.training.loss_chunk_tokens and SMALL["loss_chunk_tokens"]
     if layout.replicas > 1:
         steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
     run = make_config(values, layout.world)
+    carried = [o.name for o in all_options().values() if not hasattr(section_types()[o.section], "SMALL")]
     changes = {
         name: (config.get(name), run.get(name)) for name in carried if config.get(name) != run.get(name)
     }
     return Shrunk(run, layout, changes, (*layout.notes, *_notes(config, world)))
+
+
+def small_value(option: Option, value: Any) -> Any:
+    """Return an option's value in a small, short run, as far as it does not depend on others (Option.small)."""
+    if option.small == SHORT:
+        return option.default
+    if option.small == KEPT or value is None:
+        return value
+    return min(value, option.small) if type(value) is type(option.small) is int else option.small
+
+
+def _small(name: str) -> int:
+    return int(all_options()[name].small)
 
 
 def _optimizer(config: RunConfig) -> dict[str, Any]:
@@ -140,20 +110,16 @@ def _on_processors(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _outer(outer: OuterConfig, replicas: int) -> dict[str, Any]:
-    """Keep whether there is a delay, with no more steps than it takes. One replica is a run without outer steps."""
-    if replicas == 1:
-        return {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
-    return {
-        "outer_interval": min(outer.outer_interval, INTERVAL),
-        "outer_delay": min(outer.outer_delay, DELAY),
-        "outer_replicas": replicas,
-    }
+def _outer(replicas: int) -> dict[str, Any]:
+    """Return the number of replicas. One replica is a run without outer steps."""
+    if replicas > 1:
+        return {"outer_replicas": replicas}
+    return {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
 
 
 def multiple(name: str, of: int) -> int:
     """Return the multiple of ``of`` nearest to an option's small value, at least twice ``of``."""
-    return of * max(2, SMALL[name] // of)
+    return of * max(2, _small(name) // of)
 
 
 def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
@@ -252,7 +218,7 @@ def _experts(config: RunConfig, layout: SubLayout, hidden: int) -> dict[str, Any
     experts, shared = min(ep * of_rank, multiple("num_experts", ep)), m.moe_shared_expert_intermediate_size
     values = {
         "num_experts": experts,
-        "moe_router_topk": min(m.moe_router_topk, SMALL["moe_router_topk"], experts),
+        "moe_router_topk": min(m.moe_router_topk, _small("moe_router_topk"), experts),
         "moe_ffn_hidden_size": hidden,
         "moe_shared_expert_intermediate_size": shared and tp * -(-hidden // tp),
     }
@@ -284,17 +250,16 @@ def _rotary(m: ModelConfig, width: int, length: int) -> dict[str, Any]:
 def _head_width(m: ModelConfig) -> int:
     """Return the width of a head, of which rotary positions turn whole pairs of elements."""
     part = m.rotary_percent if m.position_embedding_type == "rope" else 1.0
-    turned = ((width, int(width * part)) for width in count(SMALL["kv_channels"], 2))
+    turned = ((width, int(width * part)) for width in count(_small("kv_channels"), 2))
     least = 4 if m.rotary_scaling == "dynamic" else 2
     return next(width for width, channels in turned if channels >= least and channels % 2 == 0)
 
 
 def _vocabulary(m: ModelConfig, tp: int) -> dict[str, Any]:
     """Choose a vocabulary that needs padding, if any can: that is more to get right."""
-    divisible = min(m.make_vocab_size_divisible_by, SMALL["make_vocab_size_divisible_by"])
+    divisible = min(m.make_vocab_size_divisible_by, _small("make_vocab_size_divisible_by"))
     words = multiple("vocab_size", divisible * tp)
     return {
-        "make_vocab_size_divisible_by": divisible,
         "vocab_size": words - divisible * tp + 1,
         # More than the multiple, so that it is seen to count.
         "pad_vocab_size_to": m.pad_vocab_size_to and words + divisible * tp,
@@ -303,7 +268,7 @@ def _vocabulary(m: ModelConfig, tp: int) -> dict[str, Any]:
 
 def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]:
     batch = config.batch
-    micro = min(batch.micro_batch_size, SMALL["micro_batch_size"])
+    micro = min(batch.micro_batch_size, _small("micro_batch_size"))
     d = layout.world.world_size // (layout.tp * layout.pp * layout.cp)
     group = layout.pp if config.micro_batch_multiple > 1 else 1
     have = config.num_micro_batches(world)
@@ -311,7 +276,7 @@ def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]
     if group > 1:
         number = 2 * group if have >= 2 * config.micro_batch_multiple else group
     quantum = micro * d * group
-    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": micro * d * number}
+    values: dict[str, Any] = {"global_batch_size": micro * d * number}
     if batch.rampup_batch_size is not None:
         values["global_batch_size"] = max(2 * quantum, micro * d * number)
         # two sizes, the second from the middle of the run on
@@ -326,13 +291,12 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
         out["zero_shard"] = layout.shards
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
-    out["zero_unit_layers"] = min(zero.zero_unit_layers, SMALL["zero_unit_layers"])
     matrices = max(kind.matrices for kind in model_spec(config.model).layers)
     if matrices // config.parallel.tensor_model_parallel_size > zero.zero_chunk_numel:
         out["zero_chunk_numel"] = values["hidden_size"] ** 2  # several chunks
     wire = config.wire(world)
     if wire.codings:  # norms that were exact still are, and matrices are not
-        out["zero_block_size"] = SMALL["zero_block_size"]
+        out["zero_block_size"] = _small("zero_block_size")
         exact = wire.exact_numel >= config.model.hidden_size
         out["zero_exact_numel"] = values["hidden_size"] if exact else 0
     return out
@@ -341,7 +305,7 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
 def _notes(config: RunConfig, world: World) -> list[str]:
     notes = [
         "data are made-up tokens, and a fifth of them do not count in the loss; the learning rate is constant; "
-        f"initial weights have a standard deviation of {INIT_STD}"
+        f"initial weights have a standard deviation of {all_options()['init_method_std'].small}"
     ]
     if config.model.qk_norm != "none":
         notes.append(
@@ -350,6 +314,6 @@ def _notes(config: RunConfig, world: World) -> list[str]:
     if config.batch.rampup_seq_length:
         notes.append("sequences have one length")
     if config.wire(world).codings:
-        block = SMALL["zero_block_size"]
+        block = _small("zero_block_size")
         notes.append(f"quantised blocks have {block} elements, so that slices of small matrices hold several")
     return notes

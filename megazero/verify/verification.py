@@ -13,7 +13,9 @@ import torch
 
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.options.data_sources import NO_DATA
+from megazero.config.options.fields import KEPT
 from megazero.config.options.sections import ZeroConfig
+from megazero.config.run import all_options
 from megazero.config.summary import describe
 from megazero.mesh.local_ranks import LocalRanks
 from megazero.verify import checks
@@ -23,7 +25,7 @@ from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.options import VerifyRequest
 from megazero.verify.reference import leaving
-from megazero.verify.shrink import OF_DOCUMENTS, Shrunk, shrink
+from megazero.verify.shrink import Shrunk, shrink
 from megazero.verify.training_run import (
     Around,
     RankRecord,
@@ -251,6 +253,7 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         for section in (config.model, config.batch, config.optimizer, config.precision)
         for name, value in vars(section).items()
     }
+    documents = [o.name for o in all_options().values() if o.section == "data" and o.small == KEPT]
     micro = config.batch.micro_batch_size
     values |= {
         "tensor_model_parallel_size": tp,
@@ -261,7 +264,7 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         "eval_iters": 0,
         "seed": config.training.seed,
         "z_loss_strength": config.training.z_loss_strength,
-        **{name: config.get(name) for name in OF_DOCUMENTS},
+        **{name: config.get(name) for name in documents},
         **NO_DATA,
         "device": "cpu",
     }

@@ -6,10 +6,11 @@ With --train-tokens, Megatron-DeepSpeed ends after the first iteration that reac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megazero.config.options.fields import show, typed
+from megazero.config.read.completion import Completed, Known, Values, set_since
 from megazero.config.run import all_options
 from megazero.config.schedule.batch_sizes import BatchSizeRampup, ramp_fault
 from megazero.config.schedule.sequence_lengths import SequenceLengths, growth_fault
@@ -25,10 +26,27 @@ DERIVED = (
     "window_size",
     UNFUSED_GELU,
 )
+# The options that they are made of, or replace.
+MADE_OF = (
+    *("hidden_size", "ffn_hidden_size", "sliding_window", "seq_length", "global_batch_size"),
+    *("rampup_batch_size", "rampup_seq_length", "lr_warmup_fraction"),
+    *(
+        f"{name}_{u}"
+        for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
+        for u in ("iters", "samples")
+    ),
+)
 
 
-def complete_derived(values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Replace the derived values by options. ``values`` has what was said, by name. Returns error lines."""
+def complete_derived(said: Values, known: Known) -> Completed:
+    """Replace the derived values by options."""
+    values, notes = dict(said), list[str]()
+    errors = list(_completed(values, notes))
+    return Completed(set_since(said, values), notes, errors)
+
+
+def _completed(values: dict[str, Any], notes: list[str]) -> Iterable[str]:
+    """Replace the derived values by options. Returns error lines."""
     derived = {name: values.pop(name, None) for name in DERIVED if name != UNFUSED_GELU}
     if derived.pop("glu_activation") and not values.get("ffn_hidden_size") and values.get("hidden_size"):
         values["ffn_hidden_size"] = 4 * values["hidden_size"]

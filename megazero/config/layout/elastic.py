@@ -17,25 +17,26 @@ from megazero.config.options.fields import typed
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
-from megazero.config.validate import batch_multiples, find_errors, uneven_ranks
+from megazero.config.validate import Verdict, batch_multiples, judge, uneven_ranks
 from megazero.mesh.grid import nearest_shards, whole_parts
 
 
-def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, list[str]]:
-    """Return the configuration for these ranks, and error lines.
+def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, Verdict]:
+    """Return the configuration for these ranks, and what is to be said of it.
 
     With --elastic it is the nearest legal one, with a note on what was changed. Without, the error of a batch that
     does not divide ends with the flags of that one; other errors name their own nearest choice. A ramp-up takes the
     micro-batch that divides every size to come after ``consumed`` samples, if there is one.
     """
-    errors, elastic = find_errors(config, world), config.batch.elastic
+    verdict, elastic = judge(config, world), config.batch.elastic
+    errors = verdict.errors
     ramped = elastic and config.batch.rampup_batch_size
     known = config.batch.global_batch_size is not None  # by now, unless the ranks do not divide
-    if not known or not (errors or ramped) or find_errors(config, None) or uneven_ranks(config, world):
-        return config, errors  # no micro-batch would mend the last two
+    if not known or not (errors or ramped) or judge(config, None).errors or uneven_ranks(config, world):
+        return config, verdict  # no micro-batch would mend the last two
     multiples = list(batch_multiples(config, world))
     if not elastic and not multiples:
-        return config, errors
+        return config, verdict
     sizes = BatchSizeRampup.of(config, 1).sizes_from(consumed)  # the one in use first, the full one last
     found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
@@ -46,13 +47,13 @@ def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, 
                 "balances experts is over micro-batches (aux_loss): --moe-router-load-balancing-type seq_aux_loss is "
                 "over samples"
             )
-        return config, errors
+        return config, verdict
     changes = _changes(config, found)
     if not elastic:
         hint = f"; to keep {batch}: {changes}, as --elastic does"
-        return config, [line + hint if line == multiples[0] else line for line in errors]
+        return config, Verdict([line + hint if line == multiples[0] else line for line in errors], [])
     notes = [*config.notes, *([f"--elastic keeps {batch}: {changes}"] if changes else [])]
-    return replace(found, notes=tuple(notes)), []
+    return replace(found, notes=tuple(notes)), judge(found, world)
 
 
 def _changes(config: RunConfig, found: RunConfig) -> str:
@@ -77,7 +78,7 @@ def _legal(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[Ru
         for zero in _shards(arranged, world):
             for divided in (sizes, [sizes[0], sizes[-1]]):
                 choice = _with_micro_batch(replace(arranged, zero=zero), world, divided)
-                if choice is not None and not find_errors(choice, world):
+                if choice is not None and not judge(choice, world).errors:
                     yield choice
 
 

@@ -98,14 +98,6 @@ def few_bits(zero: ZeroConfig) -> bool:
     return min(each for each in bits if each) <= MOST_TRANSFORMED_BITS
 
 
-def format_options(zero: ZeroConfig) -> list[str]:
-    """Return the message options that apply to this run."""
-    names = [*OF_WEIGHTS] if quantizes_weights(zero) else []
-    if quantizes_gradients(zero):
-        names += OF_GRADIENTS
-    return [*names, *OF_BOTH] if names else []
-
-
 def asked_for(zero: ZeroConfig, links: Sequence[str] = links_of()) -> Wire:
     """Return the formats that are asked for, as if every hop over these links existed."""
     weights, gradients = None, dict[str, Coding]()

@@ -22,7 +22,7 @@ def may_quantise(preset: str | None, loss_policy: str | None) -> bool:
 
 
 def message_facts(zero: ZeroConfig, planned: bool = False) -> dict[str, bool]:
-    """Return which messages may be quantised, as conditions.py calls it.
+    """Return which messages may be quantised, as needs call it.
 
     planned: the planner may quantise what is not asked for.
     """

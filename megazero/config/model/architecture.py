@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from megazero.config.conditions import needs
 from megazero.config.errors import ConfigError
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, convert, section_options, show
+from megazero.config.options.needs import lacks
 from megazero.families import FAMILIES, Family
 from megazero.families.config_json.missing import missing
 from megazero.families.layer_kinds import layer_kinds, some_layers
@@ -170,12 +170,12 @@ def _inexpressible(options: ModelConfig, family: Family) -> _Inexpressible:
         back = _read(family, config, (), {"seq_length": options.seq_length})
     except ValueError as error:
         return _Inexpressible([str(error)], readable=False)
-    idle = {name for names, holds, _ in needs(vars(options)) if not holds for name in names}
-    idle |= {"model_family", "vocab_size"}
     said = [
         option
         for option in section_options("model", ModelConfig)
-        if option.name not in idle and is_architecture(option.name, options.position_embedding_type)
+        if option.name not in ("model_family", "vocab_size")
+        and not lacks(option, vars(options))
+        and is_architecture(option.name, options.position_embedding_type)
     ]
     pairs = [(option, _value(options, option), _value(back, option)) for option in said]
     return _Inexpressible([f"{option.flag} {show(value)}" for option, value, read in pairs if value != read])

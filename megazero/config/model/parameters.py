@@ -22,12 +22,13 @@ class Backbone:
     )
     num_layers: int = option(MISSING, "transformer layers", low=1, high=MOST_LAYERS, required=True)
     hidden_size: int = option(MISSING, "width of the residual stream", low=1, required=True)
-    num_attention_heads: int = option(MISSING, "attention heads", low=1, required=True)
+    num_attention_heads: int = option(MISSING, "attention heads", low=1, required=True, small=8)
     normalization: str = option(MISSING, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
     apply_layernorm_1p: bool = option(
         False, "norms multiply by 1 + weight, and weights begin at 0 (Gemma; by family)"
     )
-    init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
+    # Small matrices are well-conditioned in fp32 with that.
+    init_method_std: float = option(0.02, "standard deviation of initial weights", above=0, small=0.03)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megazero.config.model.mixers import MIXERS, MixerOptions
-from megazero.config.options.fields import option, section_of
+from megazero.config.options.fields import ORDER, UPDATE, option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
 # What an MLP may have instead of GELU behind one matrix, of which it has one.
 ACTIVATIONS = ("squared_relu", "geglu", "swiglu")
+# Needs (options/needs.py).
+GELU = "GELU (--no-swiglu, and no --squared-relu)"
+EXPERTS = "num_experts > 1"
+ROPE = "position_embedding_type = rope"
+OWN_FACTOR = "not rotary_attention_factor: the computed attention factor (no --rotary-attention-factor)"
 # The norms of a layer, in the order of use.
 LAYER_NORMS = {
     "sequential": ("input_norm", "mlp_norm"),
@@ -29,13 +34,17 @@ LAYER_NORMS = {
 class ModelConfig(MixerOptions):
     """The decoder. A vocabulary of None is that of the tokenizer, which is not read yet."""
 
+    NEEDS: ClassVar = {"rotary_": ROPE, "yarn_": (ROPE, "rotary_scaling = yarn"), "moe_": EXPERTS}
+
     ffn_hidden_size: int = option(
         MISSING,
         "width inside the MLP (default: 4 x hidden; with --swiglu 8/3 x hidden, to a multiple of 64: rounded down in "
         "family gpt, as in Megatron, else up, as in Llama)",
         low=1,
     )
-    seq_length: int = option(MISSING, "tokens of one sample", low=1, required=True)
+    seq_length: int = option(
+        MISSING, "tokens of one sample", low=1, required=True, small=8, resume=ORDER | UPDATE
+    )
     max_position_embeddings: int = option(MISSING, "longest sequence (default: --seq-length)", low=1)
     position_embedding_type: str = option(
         MISSING, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
@@ -58,24 +67,33 @@ class ModelConfig(MixerOptions):
         "factor of --rotary-scaling (default with yarn: 1, as in Megatron)",
         above=0,
         aliases=("rope-scaling-factor",),
+        needs="rotary_scaling = linear|dynamic|llama3|yarn|longrope",
     )
     rotary_original_max_position: int = option(
         8192,
         "dynamic, llama3, yarn, longrope: context length before scaling (default with yarn: 4096, as in Megatron)",
         low=2,
+        needs="rotary_scaling = dynamic|llama3|yarn|longrope",
     )
     rotary_attention_factor: float | None = option(
         None,
         "yarn, longrope: factor of rotated queries and of keys (default: by the scaling's factor)",
         above=0,
+        needs="rotary_scaling = yarn|longrope",
     )
-    rotary_low_freq_factor: float = option(1.0, "llama3: low-frequency factor", above=0)
-    rotary_high_freq_factor: float = option(4.0, "llama3: high-frequency factor", above=0)
+    rotary_low_freq_factor: float = option(
+        1.0, "llama3: low-frequency factor", above=0, needs="rotary_scaling = llama3"
+    )
+    rotary_high_freq_factor: float = option(
+        4.0, "llama3: high-frequency factor", above=0, needs="rotary_scaling = llama3"
+    )
     rotary_short_factor: tuple[float, ...] | None = option(
-        None, "longrope: divisor of each frequency in samples up to the original length"
+        None,
+        "longrope: divisor of each frequency in samples up to the original length",
+        needs="rotary_scaling = longrope",
     )
     rotary_long_factor: tuple[float, ...] | None = option(
-        None, "longrope: divisor of each frequency in longer samples"
+        None, "longrope: divisor of each frequency in longer samples", needs="rotary_scaling = longrope"
     )
     yarn_beta_fast: float = option(
         32.0,
@@ -88,9 +106,12 @@ class ModelConfig(MixerOptions):
         above=0,
     )
     yarn_mscale: float = option(
-        1.0, "yarn: m in the attention factor (0.1 m ln factor + 1) / (0.1 a ln factor + 1)", low=0
+        1.0,
+        "yarn: m in the attention factor (0.1 m ln factor + 1) / (0.1 a ln factor + 1)",
+        low=0,
+        needs=OWN_FACTOR,
     )
-    yarn_mscale_all_dim: float = option(0.0, "yarn: a in that attention factor", low=0)
+    yarn_mscale_all_dim: float = option(0.0, "yarn: a in that attention factor", low=0, needs=OWN_FACTOR)
     yarn_correction_range_round_to_int: bool = option(
         True, "yarn: round the bounds that both betas give to whole pairs, outwards"
     )
@@ -99,14 +120,17 @@ class ModelConfig(MixerOptions):
         "base of rotary frequencies in layers with a window, where they are then not scaled (Gemma 3, OLMo 3; "
         "default: as in other layers)",
         above=0,
+        needs="sliding_window",
     )
     no_rope_freq: tuple[int, ...] | None = option(
         None,
         "layers without rotary positions: every N-th (SmolLM3), or a number per layer, 1 for one without",
+        needs=ROPE,
     )
     scaled_alibi: bool = option(
         False,
         "ALiBi is added before scores are scaled, in bf16 (Falcon; by family)",
+        needs="position_embedding_type = alibi",
     )
     sliding_window: int | None = option(
         None,
@@ -116,6 +140,7 @@ class ModelConfig(MixerOptions):
     window_attn_skip_freq: tuple[int, ...] | None = option(
         None,
         "layers without --sliding-window: every N-th, or a number per layer, 0 for one without (default: none)",
+        needs="sliding_window",
     )
     attn_logit_softcapping: float = option(
         0.0, "cap of attention's scores s, which become cap x tanh(s / cap); 0: none (by family)", low=0
@@ -139,6 +164,7 @@ class ModelConfig(MixerOptions):
         True,
         "GELU by tanh, else by the error function (by family; off in family gpt without --add-bias-linear, as in "
         "Megatron)",
+        needs=(f"not swiglu: {GELU}", f"not squared_relu: {GELU}"),
     )
     add_bias_linear: bool = option(
         MISSING, "biases in linear layers (by family)", negative="disable-bias-linear"
@@ -159,6 +185,7 @@ class ModelConfig(MixerOptions):
         None,
         "experts of a layer's MLP, of which a router chooses --moe-router-topk for each token (0 and 1: none)",
         low=2,
+        small=6,
     )
     moe_layer_freq: tuple[int, ...] = option(
         (1,), "layers with experts: the first of every N, or a number per layer, 1 for one with experts"
@@ -166,9 +193,11 @@ class ModelConfig(MixerOptions):
     moe_ffn_hidden_size: int | None = option(
         None, "width inside one expert (default: --ffn-hidden-size)", low=1
     )
-    moe_router_topk: int = option(2, "experts that a token goes to", low=1)
+    moe_router_topk: int = option(2, "experts that a token goes to", low=1, small=3)
     moe_router_pre_softmax: bool = option(
-        False, "softmax of all experts' scores before some are chosen, else of the chosen ones'"
+        False,
+        "softmax of all experts' scores before some are chosen, else of the chosen ones'",
+        needs="moe_router_score_function = softmax",
     )
     moe_router_score_function: str = option(
         "softmax",
@@ -182,7 +211,10 @@ class ModelConfig(MixerOptions):
         None, "factor of the chosen experts' probabilities", above=0
     )
     moe_router_num_groups: int | None = option(
-        None, "groups that experts lie in, of which a token goes to experts of --moe-router-group-topk", low=1
+        None,
+        "groups that experts lie in, of which a token goes to experts of --moe-router-group-topk",
+        low=1,
+        needs="moe_router_group_topk",
     )
     moe_router_group_topk: int | None = option(
         None, "groups of --moe-router-num-groups whose experts a token may go to (default: all)", low=1
@@ -194,13 +226,21 @@ class ModelConfig(MixerOptions):
         None, "width inside all shared experts together, which every token goes to (default: none)", low=1
     )
     moe_shared_expert_gate: bool = option(
-        False, "the shared experts' output is multiplied by the sigmoid of a score of the token"
+        False,
+        "the shared experts' output is multiplied by the sigmoid of a score of the token",
+        needs="moe_shared_expert_intermediate_size",
     )
-    attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
-    hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
-    vocab_size: int | None = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
+    attention_dropout: float = option(
+        0.0, "dropout of attention probabilities (by family)", low=0, below=1, resume=UPDATE
+    )
+    hidden_dropout: float = option(
+        0.0, "dropout before each residual sum (by family)", low=0, below=1, resume=UPDATE
+    )
+    vocab_size: int | None = option(
+        None, "vocabulary before padding (default: the tokenizer's)", low=1, small=64
+    )
     make_vocab_size_divisible_by: int = option(
-        128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1
+        128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1, small=8
     )
     pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
 

@@ -24,12 +24,11 @@ class DataKind:
     """What is known of one kind of data before it is opened.
 
     parts: 'module:name' of what makes, of a DataConfig, the function that opens each part (data/source.py: DataPart,
-    OpenPart). order: the options of the data on which it depends which sample comes when. faults: yields error lines
-    for options that name no such data. missing: yields a line for each file of some of SPLITS that is not there.
+    OpenPart). faults: yields error lines for options that name no such data. missing: yields a line for each file of
+    some of SPLITS that is not there.
     """
 
     parts: str
-    order: tuple[str, ...]
     faults: Callable[[DataConfig], Iterator[str]]
     missing: Callable[[DataConfig, Collection[str]], Iterator[str]] = lambda data, splits: iter(())
 
@@ -66,11 +65,10 @@ SOURCES: Mapping[str, DataKind] = MappingProxyType(
     {
         "indexed": DataKind(
             "megazero.data.build:indexed_parts",
-            order=("data_path", "split", "train_data_path", "train_weighted_split_paths"),
             faults=_named_twice,
             missing=_missing_files,
         ),
-        "mock": DataKind("megazero.data.mock:mock_parts", order=("mock_data",), faults=_named_twice),
+        "mock": DataKind("megazero.data.mock:mock_parts", faults=_named_twice),
     }
 )
 # In the place of the data for who reads none: a plan, and verification, which makes its own tokens.

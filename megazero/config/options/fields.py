@@ -10,9 +10,10 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, field, replace
+from enum import Flag, auto
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
@@ -21,8 +22,22 @@ from megazero.config.options.callback_words import word_of
 from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
-# Names of options, whether they have an effect here, and what would give them one.
-Condition = tuple[Collection[str], bool, str]
+
+
+KEPT, SHORT = "kept", "short"  # what Option.small may be beside a value
+
+
+class Resume(Flag):
+    """What another value of an option means where a run goes on from a checkpoint."""
+
+    FREE = 0  # nothing
+    BEGINS = auto()  # the run begins elsewhere or otherwise, so it does not go on from what it has saved
+    BY_NAME = auto()  # so does a run that names its checkpoint: it goes back to that one
+    ORDER = auto()  # the same count of consumed samples is other samples
+    UPDATE = auto()  # the update or the loss is another one
+
+
+BEGINS, BY_NAME, ORDER, UPDATE = Resume
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,12 @@ class Option:
     ``word`` is a text that a number's option takes, too.
     ``strict``: it is an error where it has no effect; else there is a note. All options of a section whose class says
     ``STRICT`` are. Megatron's options are not: its scripts give them, and Megatron ignores them.
-    ``whole_run``: it means nothing in a run of a few steps, which has the default (verify/shrink.py).
+    ``needs``: what it needs to have an effect (options/needs.py), after what its class says: ``NEEDS`` maps its name,
+    or the beginning of its name up to a _, to needs.
+    ``small``: its value in a small, short run (verify/shrink.py: small_value), by default what its class says
+    (``SMALL``): the whole run's (KEPT), or the default, because it means nothing there (SHORT). Of a whole number it
+    is the most.
+    ``resume``: what another value means at a resume, by default what its class says (``RESUME``).
     ``takes_options``: entries of a YAML list may be mappings of a word to its options (callback_words.py).
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false,
@@ -58,7 +78,9 @@ class Option:
     word: str = ""
     takes_options: bool = False
     strict: bool = False
-    whole_run: bool = False
+    needs: tuple[str, ...] = ()
+    small: Any = KEPT
+    resume: Resume = Resume.FREE
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     negative: str = ""
@@ -106,6 +128,7 @@ MANY = ("ints", "floats", "strs")
 
 def section_options(section: str, cls: type) -> list[Option]:
     """Return the options of one dataclass, in the order in which they are written."""
+    of_class = {key.lower(): getattr(cls, key) for key in ("STRICT", "SMALL", "RESUME") if hasattr(cls, key)}
     return [
         Option(
             name=f.name,
@@ -113,10 +136,20 @@ def section_options(section: str, cls: type) -> list[Option]:
             kind=KINDS[str(f.type).removesuffix(" | None")],
             default=None if f.default is MISSING else f.default,
             needed=f.default is MISSING,
-            **{"strict": getattr(cls, "STRICT", False), **f.metadata},
+            **{**of_class, **f.metadata, "needs": _needs(cls, f)},
         )
         for f in dataclasses.fields(cls)
     ]
+
+
+def _needs(cls: type, of: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Return the needs of a field: those that its class says of its name, then its own."""
+    shared: Mapping[str, str | tuple[str, ...]] = getattr(cls, "NEEDS", {})
+    found = [
+        need for key, need in shared.items() if of.name == key or key[-1] == "_" and of.name.startswith(key)
+    ]
+    found.append(of.metadata.get("needs", ()))
+    return tuple(need for needs in found for need in ((needs,) if isinstance(needs, str) else needs))
 
 
 def section_of(cls: type[Section], values: Mapping[str, Any]) -> Section:
@@ -319,25 +352,3 @@ def _near_bound(opt: Option, value: float, bound: float, words: str) -> str:
         return f"; nearest: {show(bound)}"
     default = default_text(opt).removeprefix("default: ")
     return f"; the default is {default}" if default and not opt.required else ""
-
-
-def without_effect(
-    table: Iterable[Condition],
-    options: Mapping[str, Option],
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    skip: Collection[str] = (),
-) -> Iterator[tuple[str, str]]:
-    """Yield each option that was changed although another option makes it meaningless, with a line that says it.
-
-    ``defaults`` has those that are not the option's own, because a family decides them. ``skip`` has the names that
-    were reported already.
-    """
-    said = set(skip)
-    for names, holds, cure in table:
-        for name in () if holds else names:
-            option, value = options[name], values[name]
-            usual = (option.default, defaults.get(name, option.default))
-            if value not in usual and name not in said:
-                said.add(name)
-                yield name, f"{typed(option, value)} has no effect without {cure}; leave it out or add that"

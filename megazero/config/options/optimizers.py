@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
-from megazero.config.options.fields import option
+from megazero.config.options.fields import SHORT, Resume, option
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ WSD_FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "minus_sqrt": lambda r: 1.0 - math.sqrt(r),
     }
 )
+DECAYS = "lr_decay_style != constant: a --lr-decay-style that decays"
 DECAY_STYLES = ("constant", *FALLING, "inverse-square-root", "WSD")
 
 
@@ -149,9 +151,15 @@ def of_schedule(name: str) -> bool:
 class OptimizerConfig:
     """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
 
+    RESUME: ClassVar = Resume.BY_NAME | Resume.UPDATE
+    NEEDS: ClassVar = {"lr_wsd_": "lr_decay_style = WSD"} | {
+        name: f"optimizer = {'|'.join(o for o, each in OPTIMIZERS.items() if name in each.options)}"
+        for name in chain.from_iterable(each.options for each in OPTIMIZERS.values())
+    }
+
     optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
     lr: float = option(MISSING, "peak learning rate", above=0, required=True)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0, whole_run=True)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0, small=SHORT, needs=DECAYS)
     decoupled_lr: float | None = option(
         None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
@@ -159,31 +167,36 @@ class OptimizerConfig:
         None,
         "learning rate of the token embedding and the head at the end of the decay (default: --min-lr)",
         low=0,
-        whole_run=True,
+        small=SHORT,
+        needs=(DECAYS, "decoupled_lr"),
     )
-    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES, small="constant")
     lr_decay_iters: int | None = option(
-        None, "iterations to decay over (default: --train-iters)", low=1, whole_run=True
+        None, "iterations to decay over (default: --train-iters)", low=1, small=SHORT, needs=DECAYS
     )
     lr_decay_samples: int | None = option(
-        None, "samples to decay over (default: --train-samples)", low=1, whole_run=True
+        None, "samples to decay over (default: --train-samples)", low=1, small=SHORT, needs=DECAYS
     )
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0, whole_run=True)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0, whole_run=True)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0, small=SHORT)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0, small=SHORT)
     lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction of the decay", low=0, below=1, whole_run=True
+        None, "warm-up as a fraction of the decay", low=0, below=1, small=SHORT
     )
     lr_warmup_init: float = option(
-        0.0, "learning rate at the beginning of the warm-up", low=0, whole_run=True
+        0.0,
+        "learning rate at the beginning of the warm-up",
+        low=0,
+        small=SHORT,
+        needs="lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction: a warm-up",
     )
     lr_wsd_decay_style: str = option(
         "exponential",
         "WSD: shape of the last phase",
         choices=tuple(WSD_FALLING),
-        whole_run=True,
+        small=SHORT,
     )
-    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1, whole_run=True)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1, whole_run=True)
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1, small=SHORT)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1, small=SHORT)
     weight_decay: float = option(
         0.01, "weight decay, decoupled except for sgd; norms and biases have none", low=0
     )

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
-from megazero.config.options.data_inputs import TOKENIZERS
-from megazero.config.options.fields import option
+from megazero.config.model.section import EXPERTS
+from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
+from megazero.config.options.fields import BEGINS, KEPT, ORDER, SHORT, UPDATE, option
 from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
 
@@ -20,12 +21,23 @@ OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
 DISPATCH = ("no", "exact", "int8")
+# Needs (options/needs.py).
+SHARED_SAMPLES = "context_parallel_size > 1"
+QUANTISED = "sends_gradients: --zero-quantized-gradients"
+ANY_QUANTISED = "sends_weights or sends_gradients: --zero-quantized-weights or --zero-quantized-gradients"
+SGD = "outer_optimizer = nesterov|sgd"
+FP16, DYNAMIC = "params_dtype = fp16: --fp16", "not loss_scale: a scale that changes (no --loss-scale)"
+EVALUATES = "eval_iters > 0 or callbacks: --eval-iters above 0"
+CHECKPOINT = "not loads_hugging_face: --load of a checkpoint"
+CONTINUES = "not finetune: continuing the run (no --finetune)"
 COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the ranks are laid out."""
+
+    NEEDS: ClassVar = dict.fromkeys(("num_", "pipeline_", "decoder_"), "pipeline_model_parallel_size > 1")
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", low=1)
     pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
@@ -37,9 +49,12 @@ class ParallelConfig:
         "how they attend to whole samples: a2a swaps heads for sequence before attention and back after it, "
         "all_gather gathers keys and values, a2a+p2p does both. p2p, and the default: a2a for as many ranks as there "
         "are heads for and as share a node, all_gather for the rest",
+        needs=SHARED_SAMPLES,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
-        None, "U G of a2a+p2p: ranks that swap heads, and groups of these that gather keys and values"
+        None,
+        "U G of a2a+p2p: ranks that swap heads, and groups of these that gather keys and values",
+        needs=(SHARED_SAMPLES, "cp_comm_type = a2a+p2p"),
     )
     cp_gather_bits: int | None = option(
         None,
@@ -47,6 +62,7 @@ class ParallelConfig:
         "exactly (default: not quantised)",
         choices=BITS_OF_KEYS,
         strict=True,
+        needs=(SHARED_SAMPLES, "gathers_keys: a --cp-comm-type other than a2a"),
     )
     expert_model_parallel_size: int = option(
         1,
@@ -54,6 +70,7 @@ class ParallelConfig:
         "goes to the ranks that hold its experts",
         low=1,
         strict=True,
+        needs=EXPERTS,
     )
     moe_dispatch_across_nodes: str = option(
         "no",
@@ -61,11 +78,13 @@ class ParallelConfig:
         "own. int8: rows and output gradients cross nodes in 8 bits; return trips are exact",
         choices=DISPATCH,
         strict=True,
+        needs="expert_model_parallel_size > 1 or elastic: --expert-model-parallel-size above 1",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
         "layers of each stage, where a rank has several (interleaved schedule)",
         low=1,
+        small=SHORT,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
@@ -85,17 +104,22 @@ class ParallelConfig:
         aliases=("pp-partition-method",),
     )
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first stage; the others share the rest", low=1
+        None, "layers of the first stage; the others share the rest", low=1, small=SHORT
     )
     decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage; the others share the rest", low=1
+        None, "layers of the last stage; the others share the rest", low=1, small=SHORT
     )
     use_tp_pp_dp_mapping: bool = option(
         False,
         "order of ranks, innermost first: tensor, pipeline, data instead of tensor, data, pipeline. A pipeline stays "
         "inside a node and data parallelism crosses nodes",
+        needs="pipeline_model_parallel_size > 1",
     )
-    sequence_parallel: bool = option(False, "split norms and dropout over the sequence between tensor ranks")
+    sequence_parallel: bool = option(
+        False,
+        "split norms and dropout over the sequence between tensor ranks",
+        needs="tensor_model_parallel_size > 1",
+    )
     ranks_per_node: int | None = option(
         None, "overrides the launcher's node size: one machine can pretend to be several", low=1
     )
@@ -174,12 +198,16 @@ class ZeroConfig:
         "layers of a stage that are gathered and reduced together: fewer messages, where delay is most of a "
         "message's cost, and the memory of that many gathered layers",
         low=1,
+        small=2,
     )
     zero_quantized_weights: bool | None = option(
         None, "send weights quantised where they cross nodes (default: on in preset zeropp, else off)"
     )
     zero_weight_bits: int | None = option(
-        None, "bits of a quantised weight (default: 8; 4 with --zero-quantized-weights-delta)", choices=BITS
+        None,
+        "bits of a quantised weight (default: 8; 4 with --zero-quantized-weights-delta)",
+        choices=BITS,
+        needs="sends_weights: --zero-quantized-weights",
     )
     zero_quantized_weights_delta: bool | None = option(
         None,
@@ -195,11 +223,13 @@ class ZeroConfig:
         "bits of a quantised gradient across nodes; 8 where the link allows it (default: 4). Several values, with "
         "--level-sizes: across nodes, racks, ...; the last one is also for further levels",
         choices=BITS_OF_GRADIENTS,
+        needs=QUANTISED,
     )
     zero_gradient_bits_intra_node: int | None = option(
         None,
         "bits of a quantised gradient inside a node (default: not quantised there)",
         choices=BITS_OF_GRADIENTS,
+        needs=QUANTISED,
     )
     zero_gradient_transform: str | None = option(
         None,
@@ -207,14 +237,19 @@ class ZeroConfig:
         "128 elements) before that is encoded (default: hadamard where a hop sends 4 bits or fewer; a resumed run "
         "keeps its checkpoint's)",
         choices=TRANSFORMS,
+        needs="sends_gradients or zero_gradient_transform = none: --zero-quantized-gradients",
     )
     zero_block_size: int | None = option(
-        None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
+        None,
+        "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)",
+        needs=ANY_QUANTISED,
+        small=8,
     )
     zero_exact_numel: int | None = option(
         None,
         "parameters with at most this many elements on a tensor-parallel rank are never quantised (default: 16384)",
         low=0,
+        needs=ANY_QUANTISED,
     )
 
 
@@ -226,11 +261,13 @@ class OuterConfig:
     """
 
     STRICT: ClassVar[bool] = True
+    NEEDS: ClassVar = {"outer_": "outer_interval > 0"}
 
     outer_interval: int = option(
         0,
         "steps that outer replicas train apart before they meet; 0: no replicas, every step is of all ranks",
         low=0,
+        small=2,
     )
     outer_replicas: int | None = option(
         None, "outer replicas, groups of whole nodes (default: each node is one)", low=1
@@ -241,8 +278,8 @@ class OuterConfig:
         "Nesterov momentum; SGD with momentum; or average, which adds the difference whole",
         choices=OUTER_OPTIMIZERS,
     )
-    outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0)
-    outer_momentum: float = option(0.5, "momentum of the outer optimizer", low=0, below=1)
+    outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0, needs=SGD)
+    outer_momentum: float = option(0.5, "momentum of the outer optimizer", low=0, below=1, needs=SGD)
     outer_bits: int = option(
         32,
         "bits of each parameter's difference between replicas: 32 exact, 16 bf16, else quantised",
@@ -253,6 +290,7 @@ class OuterConfig:
         "how differences are rounded: to nearest, adding what was lost to the next ones (feedback), or not adding it "
         "(nearest) (default: feedback)",
         choices=("feedback", "nearest"),
+        needs=f"outer_bits < {OUTER_BITS[0]}",
     )
     outer_evaluation: str = option(
         "anchor",
@@ -265,6 +303,7 @@ class OuterConfig:
         "steps that differences are on their way while training continues, fewer than --outer-interval; 0: training "
         "waits for each meeting",
         low=0,
+        small=1,
     )
 
 
@@ -277,25 +316,33 @@ class PrecisionConfig:
         "dtype of parameters and activations",
         choices=("bf16", "fp16", "fp32", "fp64"),
         consts={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"},
+        resume=UPDATE,
     )
     loss_scale: float | None = option(
         None,
         "fp16: fixed factor of losses before the backward; 0 is dynamic (default: dynamic)",
         low=0,
         high=2.0**127,
+        needs=FP16,
     )
     initial_loss_scale: float = option(
-        2.0**32, "fp16: first value of the dynamic loss scale", above=0, high=2.0**127
+        2.0**32, "fp16: first value of the dynamic loss scale", above=0, high=2.0**127, needs=(FP16, DYNAMIC)
     )
-    min_loss_scale: float = option(1.0, "fp16: least value of the dynamic loss scale", above=0)
+    min_loss_scale: float = option(
+        1.0, "fp16: least value of the dynamic loss scale", above=0, needs=(FP16, DYNAMIC)
+    )
     loss_scale_window: int = option(
-        1000, "fp16: steps in a row without overflow after which the loss scale doubles", low=1
+        1000,
+        "fp16: steps in a row without overflow after which the loss scale doubles",
+        low=1,
+        needs=(FP16, DYNAMIC),
     )
     hysteresis: int = option(
         2,
         "fp16: the loss scale halves at the N-th overflow and at each one after it; the count restarts when the "
         "scale grows",
         low=1,
+        needs=(FP16, DYNAMIC),
     )
 
     @property
@@ -308,11 +355,14 @@ class PrecisionConfig:
 class BatchConfig:
     """Sizes in samples."""
 
-    micro_batch_size: int = option(MISSING, "samples of one forward pass on one rank", low=1, required=True)
+    micro_batch_size: int = option(
+        MISSING, "samples of one forward pass on one rank", low=1, required=True, small=2, resume=UPDATE
+    )
     global_batch_size: int | None = option(
         None,
         "samples of one step over all ranks (default: micro-batch x data-parallel size / --context-parallel-size)",
         low=1,
+        resume=UPDATE,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
@@ -321,7 +371,7 @@ class BatchConfig:
         None,
         "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
         "equal steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
-        whole_run=True,
+        small=SHORT,
     )
     elastic: bool = option(
         False, "keep the global batch on another number of data-parallel ranks, by a smaller micro-batch"
@@ -336,26 +386,30 @@ class BatchConfig:
 class TrainingConfig:
     """Length of the run, evaluation, recomputation, device."""
 
+    NEEDS: ClassVar = {"moe_": EXPERTS}
+
     train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
-    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1, whole_run=True)
+    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1, small=SHORT)
     exit_interval: int | None = option(
-        None, "save and exit at iterations divisible by this; 0: never", low=0, whole_run=True
+        None, "save and exit at iterations divisible by this; 0: never", low=0, small=SHORT
     )
     exit_duration_in_mins: float | None = option(
-        None, "save and exit after these minutes; 0: never", low=0, whole_run=True
+        None, "save and exit after these minutes; 0: never", low=0, small=SHORT
     )
     kill_switch_path: str | None = option(
         None,
         "save and exit at the end of an iteration if this file exists; do not begin if it exists at the start",
-        whole_run=True,
+        small=SHORT,
     )
-    exit_signal_handler: bool = option(False, "save and exit on SIGTERM, SIGUSR1 or SIGINT", whole_run=True)
-    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0, whole_run=True)
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM, SIGUSR1 or SIGINT", small=SHORT)
+    eval_interval: int = option(
+        1000, "iterations between evaluations; 0: none", low=0, small=SHORT, needs=EVALUATES
+    )
     eval_at_start: bool = option(
-        False, "evaluate before the first iteration of a fresh run, too", whole_run=True
+        False, "evaluate before the first iteration of a fresh run, too", small=SHORT, needs=EVALUATES
     )
-    eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
-    seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1)
+    eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
+    seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=ORDER)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
     attention_backend: str = option(
@@ -370,24 +424,41 @@ class TrainingConfig:
         "compiler of the graphs; aot_eager runs their operations as they are",
         choices=COMPILE_BACKENDS,
         strict=True,
+        needs="compile",
     )
     z_loss_strength: float = option(
         0.0,
         "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
         "report the loss without it",
         low=0,
+        resume=UPDATE,
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
         "loss that balances experts: over each micro-batch, over each sample (seq_aux_loss), or none",
         choices=("aux_loss", "seq_aux_loss", "none"),
+        needs="moe_aux_loss_coeff > 0",
+        resume=UPDATE,
     )
-    moe_aux_loss_coeff: float = option(0.0, "weight of the loss that balances experts; 0: none", low=0)
+    moe_aux_loss_coeff: float = option(
+        0.0,
+        "weight of the loss that balances experts; 0: none",
+        low=0,
+        needs="moe_router_load_balancing_type = aux_loss|seq_aux_loss",
+        resume=UPDATE,
+    )
     moe_z_loss_coeff: float | None = option(
-        None, "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)", low=0
+        None,
+        "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)",
+        low=0,
+        resume=UPDATE,
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "how far a step moves the bias of --moe-router-enable-expert-bias", low=0
+        1e-3,
+        "how far a step moves the bias of --moe-router-enable-expert-bias",
+        low=0,
+        needs="moe_router_enable_expert_bias",
+        resume=UPDATE,
     )
     loss_chunk_tokens: int | str | None = option(
         None,
@@ -395,16 +466,17 @@ class TrainingConfig:
         "auto: by the planner's memory, and whole where chunks save less than 5% of the peak (default: all tokens)",
         low=1,
         word=AUTO,
+        small=3,
     )
-    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0, whole_run=True)
+    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0, small=SHORT)
     health_check: bool | None = option(
-        None, "try nodes first, name bad ones (default: on under SLURM)", whole_run=True
+        None, "try nodes first, name bad ones (default: on under SLURM)", small=SHORT
     )
     distributed_init_timeout_minutes: float = option(
         5.0,
         "limit of the start: until all ranks have joined, and again until their communicators are made",
         above=0,
-        whole_run=True,
+        small=SHORT,
     )
     optimizer_impl: str = option(
         "auto",
@@ -413,10 +485,16 @@ class TrainingConfig:
         choices=IMPLEMENTATIONS,
     )
     norm_impl: str = option(
-        "torch", "implementation of norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex")
+        "torch",
+        "implementation of norms: torch, or NVIDIA's apex on CUDA",
+        choices=("torch", "apex"),
+        small="torch",
     )
     device: str = option(
-        "auto", "device to compute on; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda")
+        "auto",
+        "device to compute on; auto takes CUDA if there is one",
+        choices=("auto", "cpu", "cuda"),
+        small="cpu",
     )
 
     @property
@@ -429,10 +507,23 @@ class TrainingConfig:
 class DataConfig:
     """Text and tokenizer."""
 
-    data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
-    split: str = option("969,30,1", "shares of train, validation and test in --data-path")
+    SMALL: ClassVar = SHORT
+    NEEDS: ClassVar = {
+        name: f"tokenizer_type = {'|'.join(kind for kind, files in TOKENIZERS.items() if name in files)}"
+        for name in FILE_OPTIONS
+    }
+
+    data_path: tuple[str, ...] = option(
+        (), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend", resume=ORDER
+    )
+    split: str = option(
+        "969,30,1",
+        "shares of train, validation and test in --data-path",
+        needs="not names_parts: --data-path, which it divides",
+        resume=ORDER,
+    )
     train_data_path: tuple[str, ...] = option(
-        (), "data to train on, in the form of --data-path, instead of it and --split"
+        (), "data to train on, in the form of --data-path, instead of it and --split", resume=ORDER
     )
     valid_data_path: tuple[str, ...] = option(
         (), "data to evaluate on while training, in the form of --data-path (default: nothing is evaluated)"
@@ -445,6 +536,7 @@ class DataConfig:
         'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START '
         "and END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of "
         "BLOOM's code",
+        resume=ORDER,
     )
     valid_weighted_split_paths: tuple[str, ...] = option(
         (),
@@ -463,8 +555,12 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = option(
         None, "file with the values of --test-weighted-split-paths, each in quotes"
     )
-    data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
-    mock_data: bool = option(False, "made-up tokens instead of --data-path")
+    data_cache_path: str | None = option(
+        None,
+        "folder of index caches (default: beside the data)",
+        needs="not mock_data: --data-path instead of --mock-data",
+    )
+    mock_data: bool = option(False, "made-up tokens instead of --data-path", small=True, resume=ORDER)
     tokenizer_type: str | None = option(
         None,
         "tokenizer that made the data (default: that of --load; GPT2BPETokenizer with --vocab-file or --merge-file)",
@@ -473,10 +569,18 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
     vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
     merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
-    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
-    reset_position_ids: bool = option(False, "positions begin at 0 after every end-of-document token")
+    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss", resume=UPDATE)
+    reset_position_ids: bool = option(
+        False,
+        "positions begin at 0 after every end-of-document token",
+        # ALiBi's distances are those within a document wherever attention stays in it.
+        needs="position_embedding_type != alibi or reset_attention_mask: --reset-attention-mask, or positions other "
+        "than ALiBi",
+        small=KEPT,
+        resume=UPDATE,
+    )
     reset_attention_mask: bool = option(
-        False, "attention stays within documents, which end-of-document tokens end"
+        False, "attention stays within documents, which end-of-document tokens end", small=KEPT, resume=UPDATE
     )
 
 
@@ -484,12 +588,16 @@ class DataConfig:
 class CheckpointConfig:
     """Saving and loading."""
 
+    SMALL: ClassVar = SHORT
+    NEEDS: ClassVar = {"save_": "save", "load_": "load"}
+
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(
         None,
         "folder of checkpoints, to load the newest complete one, or folder of one checkpoint. If it holds "
         "none, that is an error, except for the folder of --save: then training starts from random weights. "
         "hf:DIR starts from the weights, the model and the tokenizer of a Hugging Face folder",
+        resume=BEGINS,
     )
     ckpt_step: int | None = option(
         None,
@@ -497,11 +605,14 @@ class CheckpointConfig:
         "renamed, and the same command, started again, continues from what it has saved since",
         low=0,
         strict=True,
+        needs=("load", CHECKPOINT),
+        resume=BEGINS,
     )
     accept_field: tuple[str, ...] = option(
         (),
         "unknown fields of the config.json of --load hf:DIR to ignore, because they change nothing",
         strict=True,
+        needs="loads_hugging_face: --load hf:DIR",
     )
     save_hf: str | None = option(
         None,
@@ -512,9 +623,12 @@ class CheckpointConfig:
         False,
         "start from random weights where --load, another folder than --save, holds no checkpoint",
         strict=True,
+        needs=("load", CHECKPOINT),
     )
     exit_on_missing_checkpoint: bool = option(
-        False, "a --load without a checkpoint is an error even where it is the folder of --save"
+        False,
+        "a --load without a checkpoint is an error even where it is the folder of --save",
+        needs=("load", CHECKPOINT),
     )
     save_interval: int | None = option(
         None, "iterations between checkpoints (default, and 0: at exit only)", low=0
@@ -524,9 +638,13 @@ class CheckpointConfig:
         "keep for good the first checkpoint at or after every N-th iteration; of the rest, keep the newest "
         "--save-keep-last (default 1)",
         low=1,
+        needs="save_interval > 0",
     )
     save_keep_last: int | None = option(
-        None, "how many of the newest checkpoints to keep (default: all)", low=1
+        None,
+        "how many of the newest checkpoints to keep (default: all)",
+        low=1,
+        needs="save_interval > 0",
     )
     save_retry_minutes: float = option(
         10.0,
@@ -544,25 +662,36 @@ class CheckpointConfig:
         "iterations between checkpoints that are copied (the first at or after each multiple, and the run's last; "
         "default: every one)",
         low=1,
+        needs=("save_interval > 0", "save_copy"),
     )
     save_copy_keep_last: int | None = option(
-        None, "how many of the newest copies to keep (default: all)", low=1
+        None, "how many of the newest copies to keep (default: all)", low=1, needs="save_copy"
     )
     async_save: bool = option(
         False,
         "copy what is saved to host memory and write it while training continues; a stop waits for it",
+        needs=("save", "save_interval > 0"),
     )
-    finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
-    load_optim: bool = option(True, "load optimizer states")
-    load_rng: bool = option(True, "load RNG states")
+    finetune: bool = option(
+        False,
+        "load weights only: optimizer, schedule, data position and RNG start new",
+        needs="load",
+        resume=BEGINS,
+    )
+    load_optim: bool = option(True, "load optimizer states", needs=CONTINUES, resume=BEGINS)
+    load_rng: bool = option(True, "load RNG states", needs=CONTINUES, resume=BEGINS)
     use_checkpoint_opt_param_scheduler: bool = option(
-        False, "take the schedule of learning rate and weight decay from the checkpoint, not from the flags"
+        False,
+        "take the schedule of learning rate and weight decay from the checkpoint, not from the flags",
+        needs=("load", CONTINUES),
     )
 
 
 @dataclass(frozen=True)
 class PlanningConfig:
     """Predictions of memory and time, before the run allocates, and beside the measurements at its end."""
+
+    SMALL: ClassVar = SHORT
 
     cluster: str | None = option(
         None,
@@ -575,6 +704,7 @@ class PlanningConfig:
         "zeropp: what ZeRO++ quantises, gradients after a transform (docs/results/loss.md); aggressive: gradients "
         "inside nodes, too; outer: megazero plan proposes outer steps and compares them with the others",
         choices=("exact", "int8", "zeropp", "aggressive", "outer"),
+        needs="zero_preset = auto",
     )
     memory_check: bool = option(
         True, "refuse a run whose predicted memory is more than its devices have, before it allocates"
@@ -584,6 +714,9 @@ class PlanningConfig:
 @dataclass(frozen=True)
 class ProfilingConfig:
     """A trace of a few iterations, as LOG_DIR/profile/rank_N.json.gz for chrome://tracing or ui.perfetto.dev."""
+
+    SMALL: ClassVar = SHORT
+    NEEDS: ClassVar = {"profile_": "profile"}
 
     profile: bool = option(False, "write a trace of what the ranks compute and send")
     profile_step_start: int = option(10, "the trace begins after this iteration", low=0)
@@ -595,13 +728,18 @@ class ProfilingConfig:
 class LoggingConfig:
     """Logs, loggers and callbacks. Throughput is always logged."""
 
+    SMALL: ClassVar = SHORT
+    NEEDS: ClassVar = {"wandb_": "wandb_project"}
+
     log_interval: int = option(
         100, "iterations between console lines, whose figures are means over them", low=1
     )
     log_dir: str = option(
         "logs", "folder of metrics.jsonl, of events.jsonl and of the resolved configuration"
     )
-    moe_per_layer_logging: bool = option(False, "balance of experts of each layer in every line, too")
+    moe_per_layer_logging: bool = option(
+        False, "balance of experts of each layer in every line, too", needs=EXPERTS
+    )
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project (default: none, and nothing is sent)")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megazero.config.options.fields import option
+from megazero.config.options.fields import SHORT, Resume, option
 
 IN_A_ROW = 10  # iterations beyond a bound that make a spike; a run recovers from shorter ones
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -18,6 +18,9 @@ class SkippingConfig:
     """Iterations whose samples are consumed without an update, and what counts as a spike of the loss."""
 
     STRICT: ClassVar[bool] = True
+    SMALL: ClassVar = SHORT
+    RESUME: ClassVar = Resume.BY_NAME
+    NEEDS: ClassVar = {"spike_": "stop_on_spike"}
 
     skip_train_iteration_range: tuple[str, ...] = option(
         (),
@@ -29,6 +32,7 @@ class SkippingConfig:
         False,
         "end the run when loss or gradient norm leave their usual range for ten iterations in a row; the error names "
         "the flags that go back to before the spike and leave its samples out",
+        needs=("save or save_interval > 0: --save and --save-interval above 0", "save", "save_interval > 0"),
     )
     spike_loss_bound: float = option(0.5, "nats by which a spike's loss is above the usual one", above=0)
     spike_norm_bound: float = option(

@@ -23,10 +23,8 @@ from megazero.checkpoint.manifest import (
     to_json,
 )
 from megazero.config.model.published import is_published
-from megazero.config.run import all_options, known_values
-
-# Two commands with equal values of these start from the same checkpoint, whatever their ranks and layout.
-BEGINNING = ("load", "ckpt_step", "finetune", "load_optim", "load_rng")
+from megazero.config.options.fields import Resume
+from megazero.config.run import all_options, known_values, with_defaults
 
 
 class Chosen(NamedTuple):
@@ -118,17 +116,15 @@ def _manifest(path: Path) -> Manifest:
 
 
 def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> bool:
-    """Tell whether this command saved the checkpoint: the run began at the same place in the same way.
+    """Tell whether this command saved the checkpoint: the run began at the same place in the same way, whatever its
+    ranks and layout.
 
     by_name: the command names a checkpoint. Given again with another optimizer, or with other iterations left out, it
     goes back to that one; a command that takes the newest continues.
     """
-    said = {**values, "finetune": bool(values.get("finetune")) or is_published(values.get("load"))}
-    decide = [
-        o
-        for o in all_options().values()
-        if o.name in BEGINNING or by_name and o.section in ("optimizer", "skipping")
-    ]
-    now = {o.name: o.default if said.get(o.name) is None else said[o.name] for o in decide}
+    decides = Resume.BEGINS | Resume.BY_NAME if by_name else Resume.BEGINS
+    decide = [o for o in all_options().values() if o.resume & decides]
+    now = with_defaults(values, [o.name for o in decide])
+    now["finetune"] = now["finetune"] or is_published(values.get("load"))
     stored = {o.name: saved.configuration.get(o.section, {}).get(o.name, o.default) for o in decide}
     return to_json(now, "the command") == to_json(stored, "a configuration")  # where tuples are lists

@@ -18,12 +18,13 @@ from megazero.config.layout.elastic import fit
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.fields import Section, typed
 from megazero.config.read.beginning import Beginning, read_beginning
+from megazero.config.read.completion import Known
 from megazero.config.read.files import read_yaml
 from megazero.config.read.flags import Flags, arguments_help, help_text, read_arguments, read_flags
 from megazero.config.read.resolve import resolve
 from megazero.config.read.sources import Layer, merge
 from megazero.config.run import REMOVED, RunConfig, World, all_options
-from megazero.config.validate import find_errors, notes_on
+from megazero.config.validate import judge
 
 
 def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
@@ -149,14 +150,14 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 def unjudged(values: Mapping[str, Any]) -> RunConfig:
     """Return the completed configuration of values by field name, of which no rule has been asked.
 
-    For the planner: it changes a few options thousands of times, and asks the rules (validate.py: find_errors) where
+    For the planner: it changes a few options thousands of times, and asks the rules (validate.py: judge) where
     that matters. Raises ConfigError if a value is not of its option's kind, or one is missing.
     """
     layer = _said(values)
-    config, missing, _, faults = resolve(layer, None, Beginning())
-    errors = [*layer.errors, *faults]
+    config, missing, done = resolve(Known.of(layer, None, Beginning()))
+    errors = [*layer.errors, *done.errors]
     if errors or missing:
-        raise ConfigError(errors + find_errors(config, None, layer.failed, missing))
+        raise ConfigError(errors + judge(config, None, done.failed, missing).errors)
     return config
 
 
@@ -185,19 +186,19 @@ def make_run(said: Layer, world: World | None = None) -> RunConfig:
         return _judged(said, world, Beginning())
     if said.errors:
         raise ConfigError(said.errors)
-    return replace(resolve(said, world, None)[0], said=said)
+    return replace(resolve(Known.of(said, world, None))[0], said=said)
 
 
 def _judged(said: Layer, world: World | None, beginning: Beginning) -> RunConfig:
-    config, missing, loaded, faults = resolve(said, world, beginning)
-    errors = [*said.errors, *faults]
+    config, missing, done = resolve(Known.of(said, world, beginning))
+    errors = [*said.errors, *done.errors]
     if errors or missing or world is None:
-        errors += find_errors(config, world, said.failed, missing)
+        verdict = judge(config, world, done.failed, missing)
     else:
-        config, errors = fit(config, world, beginning.consumed if beginning.goes_on(config.values()) else 0)
-    if errors:
-        raise ConfigError([line + _not_typed(line, config, loaded) for line in errors])
-    return replace(config, notes=(*config.notes, *notes_on(config, world)))
+        config, verdict = fit(config, world, beginning.consumed if beginning.goes_on(config.values()) else 0)
+    if errors := [*errors, *verdict.errors]:
+        raise ConfigError([line + _not_typed(line, config, done.loaded) for line in errors])
+    return replace(config, notes=(*config.notes, *verdict.notes))
 
 
 def _not_typed(line: str, config: RunConfig, loaded: Collection[str]) -> str:

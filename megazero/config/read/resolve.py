@@ -6,37 +6,43 @@ merge).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from megazero.config.foreign.derived import UNFUSED_GELU, complete_derived
+from megazero.config.foreign.derived import DERIVED, MADE_OF, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.outer import averages
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import (
     OF_BOTH,
     OF_GRADIENTS,
+    OF_WEIGHTS,
     PLAIN,
     asked_for,
     few_bits,
-    format_options,
     is_plain,
     quantizes_gradients,
 )
-from megazero.config.layout.wire_rules import may_quantise
+from megazero.config.layout.wire_rules import may_quantise, message_facts
 from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, PARTS, tokenizer_type
-from megazero.config.options.fields import section_of, show, stand_in, typed
-from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
+from megazero.config.options.fields import Resume, section_of, show, stand_in, typed
+from megazero.config.options.needs import lacks
+from megazero.config.options.optimizers import of_schedule
 from megazero.config.options.sections import OuterConfig, TrainingConfig, ZeroConfig
-from megazero.config.read.beginning import Beginning
+from megazero.config.read.completion import (
+    Completed,
+    Completion,
+    Known,
+    Values,
+    complete_by,
+    section_names,
+    set_since,
+)
 from megazero.config.read.data_files import read_data_files
-from megazero.config.read.sources import Layer
-from megazero.config.run import REMOVED, RunConfig, World, all_options
+from megazero.config.run import REMOVED, RunConfig, all_options, with_defaults
 from megazero.mesh.levels import links_of
 
 TRANSFORM = "zero_gradient_transform"
@@ -44,181 +50,121 @@ KEPT_PLAIN = (
     ", so gradients are sent as they were, with a larger error than by today's default; --zero-gradient-transform "
     "hadamard changes to that"
 )
-# What beside the optimizer's own options changes a step: its gradients, or what it is trained on.
-OF_UPDATE = (
-    "optimizer", "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength", "params_dtype",
-    "seq_length", "global_batch_size", "eod_mask_loss", "reset_attention_mask", "reset_position_ids",
-    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
-)  # fmt: skip
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
-@dataclass
-class Draft:
-    """A configuration on its way.
-
-    values: the options that have a value, by name. loaded: the names of those that --load gave. notes, errors: lines
-    for the user. beginning: what the folders of --load and --save say, or None before they are read. path, saved: the
-    checkpoint of a run that goes on, and its options by name; None and {} where a new run begins.
-    """
-
-    said: Layer
-    world: World | None
-    beginning: Beginning | None
-    values: dict[str, Any]
-    notes: list[str]
-    errors: list[str] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    path: Path | None = None
-    saved: Mapping[str, Any] = field(default_factory=dict)
-
-    def update(self, values: Mapping[str, Any]) -> None:
-        """Take values by name; None unsets an option."""
-        self.values.update(values)
-        for name in [name for name, value in values.items() if value is None]:
-            del self.values[name]
-
-
-def resolve(
-    said: Layer, world: World | None, beginning: Beginning | None
-) -> tuple[RunConfig, Collection[str], Collection[str], list[str]]:
-    """Return the completed configuration with its notes, the missing options, those of --load, and error lines.
-
-    beginning: what the folders of --load and --save say, or None before they are read.
+def resolve(known: Known) -> tuple[RunConfig, Collection[str], Completed]:
+    """Return the completed configuration with its notes, the missing options, and what its completions said.
 
     Missing options must have a value and were neither given nor derived. They get stand-ins, by which nothing may be
     judged. Raises OSError if the storage of a Hugging Face folder or a data file does not answer.
     """
-    draft = Draft(said, world, beginning, {}, [*said.notes])
-    draft.update(said.values)
-    for complete_part in COMPLETIONS:
-        complete_part(draft)
-    needed = (opt for opt in all_options().values() if opt.needed and opt.name not in draft.values)
+    done = complete_by(COMPLETIONS, known)
+    needed = (opt for opt in all_options().values() if opt.needed and opt.name not in done.values)
     missing = {opt.name: stand_in(opt) for opt in needed}
-    return RunConfig.of(draft.values | missing, draft.notes), missing, draft.loaded, draft.errors
+    notes = (*known.said.notes, *accepted_note(known.said.accepted), *done.notes)
+    return RunConfig.of({**done.values, **missing}, notes), missing, done
 
 
-def _of_megatron(draft: Draft) -> None:
-    draft.errors += complete_megatron(draft.said, draft.values, draft.notes)
+def _loaded(values: Values, known: Known) -> Completed:
+    """Take the architecture of the checkpoint or folder of --load."""
+    if known.beginning is None or values.get("load") is None:
+        return Completed()
+    completed, notes, clashes = take_architecture(values, known.beginning)
+    loaded = [name for name, value in completed.items() if value is not None and name not in values]
+    unread = any(line.startswith(f"--load {values['load']}: ") for line in clashes)
+    # What is missing may stand in a folder that cannot be read.
+    failed = [name for name in OF_MODEL if name not in completed] if unread else []
+    return Completed(set_since(values, completed), notes, clashes, loaded, failed)
 
 
-def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Turn Megatron's derived values into options, and note flags that change nothing. Returns error lines.
-
-    Whether conditional ones change nothing is judged when the model is known (unmet_conditions).
-    """
-    notes += accepted_note(said.accepted)
-    return complete_derived(values, notes)
-
-
-def _of_load(draft: Draft) -> None:
-    """Take the architecture of the checkpoint or folder of --load, and the options of a run that goes on."""
-    if draft.beginning is None:
-        return
-    said, values = draft.said, draft.values
-    completed, notes, clashes = take_architecture(values, draft.beginning)
-    draft.loaded += [name for name, v in completed.items() if v is not None and name not in values]
-    draft.notes += notes
-    draft.errors += clashes
-    unread = f"--load {values.get('load')}: "
-    if any(line.startswith(unread) for line in clashes):  # it may have what is missing
-        model = (opt.name for opt in all_options().values() if opt.section == "model")
-        said.failed.update(name for name in model if name not in completed)
-    draft.update(completed)
-    manifest = draft.beginning.manifest
-    if manifest and draft.beginning.goes_on(completed):
-        draft.path = draft.beginning.path
-        saved = (pair for section in manifest.configuration.values() for pair in section.items())
-        draft.saved = {name: _as_now(name, value) for name, value in saved}
-
-
-def _as_now(name: str, value: Any) -> Any:
-    """Return a checkpoint's value: a tuple for a list of JSON, and for one number where several may stand now."""
-    option = all_options().get(name)
-    several = option is not None and option.kind == "ints" and value is not None
-    return tuple(value if isinstance(value, list) else [value]) if several else value
-
-
-def _of_megatrons_model(draft: Draft) -> None:
-    """Judge the flags of Megatron that change nothing in some models, and note where its model is another one.
+def _groups(values: Values, known: Known) -> Completed:
+    """Note where the model is not that of Megatron, which ignores --num-query-groups by itself.
 
     Megatron has no --model-family, so a script with it is not Megatron's.
     """
-    values, confirmed = draft.values, "group-query-attention" in draft.said.accepted
-    groups = values.get("num_query_groups")
+    confirmed, groups = "group-query-attention" in known.said.accepted, values.get("num_query_groups")
     if confirmed and groups is None:
-        draft.errors.append(
-            "--group-query-attention needs --num-query-groups: how many key/value heads there are"
-        )
+        error = "--group-query-attention needs --num-query-groups: how many key/value heads there are"
+        return Completed(errors=[error])
     alike = confirmed or groups in (None, values.get("num_attention_heads"))
-    if not alike and "model_family" not in values:
-        draft.notes.append(
-            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
-            "confirms it"
-        )
-    draft.errors += unmet_conditions(draft.said.conditions, complete(draft.values))
+    if alike or "model_family" in values:
+        return Completed()
+    note = (
+        f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
+        "confirms it"
+    )
+    return Completed(notes=[note])
 
 
-def _schedule(draft: Draft) -> None:
+def _conditions(values: Values, known: Known) -> Completed:
+    """Judge the flags of Megatron that change nothing in some models alone."""
+    return Completed(errors=unmet_conditions(known.said.conditions, complete(values)))
+
+
+def _removed(values: Values, known: Known) -> Completed:
+    """Note each option of the checkpoint that was removed since."""
+    saved = known.saved
+    gone = {n: r for n, r in REMOVED.items() if f"{saved.get(n)}".lower() not in ("none", r.off)}
+    was = f"{known.path} was trained with"
+    return Completed(
+        notes=[f"{was} {n} {show(saved[n])}, which was removed: {r.cure}" for n, r in gone.items()]
+    )
+
+
+def _schedule(values: Values, known: Known) -> Completed:
     """At a resume, take the checkpoint's schedule if that is asked for, else note where the flags differ from it."""
-    draft.notes += _removed_since(draft.path, draft.saved)
-    values, saved, path = draft.values, draft.saved, draft.path
-    use = values.get("use_checkpoint_opt_param_scheduler")
+    path, use = known.path, values.get("use_checkpoint_opt_param_scheduler")
     if use and (
-        override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*draft.said.accepted}
+        override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*known.said.accepted}
     ):
-        draft.errors.append(
+        error = (
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
         )
-        return
-    before, now = _schedule_of(saved), _schedule_of(values)
+        return Completed(errors=[error])
+    before, now = _schedule_of(known.saved), _schedule_of(values)
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
-        return
-    lengths = [f"--train-{'samples' if each.get('train_samples') else 'iters'}" for each in (saved, values)]
-    if use and lengths[0] != lengths[1]:
-        draft.errors.append(
-            f"--use-checkpoint-opt-param-scheduler: {path} has a schedule by {lengths[0]}, and this run's length is "
-            f"{lengths[1]}; nearest: {lengths[0]}, or the flags of the schedule without that flag"
-        )
-    elif use:
-        draft.update(before)
-        said = " ".join(typed(all_options()[n], before[n]) for n in changed if before[n] is not None)
-        draft.notes.append(f"--use-checkpoint-opt-param-scheduler: {said}, as in {path}")
-    else:
-        draft.notes.append(
+        return Completed()
+    lengths = [
+        f"--train-{'samples' if each.get('train_samples') else 'iters'}" for each in (known.saved, values)
+    ]
+    if not use:
+        note = (
             f"the flags decide the schedule, which is not that of {path}: {_changes(changed, before, now)}. "
             "--use-checkpoint-opt-param-scheduler takes the checkpoint's"
         )
-
-
-def _removed_since(path: Path | None, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note for each option of the checkpoint that was removed since."""
-    for name, removed in REMOVED.items():
-        if f"{saved.get(name)}".lower() not in ("none", removed.off):
-            yield f"{path} was trained with {name} {show(saved[name])}, which was removed: {removed.cure}"
-
-
-def _changed_update(draft: Draft) -> None:
-    """Note if a run that goes on has another update, beside its schedule, or another loss than before."""
-    values, saved = draft.values, draft.saved
-    optimizer = OPTIMIZERS.get(_or_default(values, "optimizer"))
-    read = [name for name in optimizer.options if not of_schedule(name)] if optimizer else []
-    balanced = [section_of(TrainingConfig, each).balances_micro_batches for each in (saved, values)]
-    blocks = ["micro_batch_size"] if values.get("num_experts") and any(balanced) else []
-    names = [name for name in dict.fromkeys((*read, *OF_UPDATE, *blocks)) if name in saved]
-    names = [name for name in names if name != "global_batch_size" or name in values]  # it may be open
-    now = {name: _or_default(values, name) for name in names}
-    if changed := [name for name in names if now[name] != saved[name]]:
-        said = _changes(changed, saved, now)
-        draft.notes.append(
-            f"the flags decide the update and the loss, which are not those of {draft.path}: {said}"
+        return Completed(notes=[note])
+    if lengths[0] != lengths[1]:
+        error = (
+            f"--use-checkpoint-opt-param-scheduler: {path} has a schedule by {lengths[0]}, and this run's length is "
+            f"{lengths[1]}; nearest: {lengths[0]}, or the flags of the schedule without that flag"
         )
+        return Completed(errors=[error])
+    said = " ".join(typed(all_options()[n], before[n]) for n in changed if before[n] is not None)
+    return Completed(before, [f"--use-checkpoint-opt-param-scheduler: {said}, as in {path}"])
 
 
-def _or_default(values: Mapping[str, Any], name: str) -> Any:
-    value = values.get(name)
-    return all_options()[name].default if value is None else value
+def _changed_update(values: Values, known: Known) -> Completed:
+    """Note if a run that goes on has another update, beside its schedule, or another loss than before."""
+    saved, now = known.saved, with_defaults(values, UPDATES)
+    balanced = [section_of(TrainingConfig, each).balances_micro_batches for each in (saved, values)]
+    with_micro = values.get("num_experts") and any(balanced)
+    changed = [
+        name
+        for name in UPDATES
+        if name in saved
+        and now[name] != saved[name]
+        and not lacks(all_options()[name], now)
+        and (name != "global_batch_size" or name in values)  # it may be open
+        and (name != "micro_batch_size" or with_micro)
+    ]
+    if not changed:
+        return Completed()
+    said = _changes(changed, saved, now)
+    return Completed(
+        notes=[f"the flags decide the update and the loss, which are not those of {known.path}: {said}"]
+    )
 
 
 def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -226,43 +172,46 @@ def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, 
     return ", ".join(f"{all_options()[n].flag} {show(now[n])} (was {show(before[n])})" for n in names)
 
 
-def _formats(draft: Draft) -> None:
+def _formats(values: Values, known: Known) -> Completed:
     """At a resume, take the formats of messages from the checkpoint where the options give none, else note a change.
 
     A note says what gradients lose that are sent in few bits as they are.
     """
-    before, options, path = _formats_of(draft.saved), all_options(), draft.path
-    asked = section_of(ZeroConfig, draft.values)
-    planned = may_quantise(asked.zero_preset, draft.values.get("loss_policy"))
-    names = [name for name in format_options(asked) + [TRANSFORM] * planned if name not in draft.values]
+    before, options, path, notes = _formats_of(known.saved), all_options(), known.path, list[str]()
+    asked = section_of(ZeroConfig, values)
+    planned = may_quantise(asked.zero_preset, values.get("loss_policy"))
+    facts = {**message_facts(asked), TRANSFORM: None}
+    names = [
+        n for n in FORMATS if n not in values and (not lacks(options[n], facts) or planned and n == TRANSFORM)
+    ]
     kept = {n: before[n] for n in names if before.get(n) not in (None, options[n].default)}
-    draft.loaded += kept
-    draft.update(kept)
-    now = section_of(ZeroConfig, draft.values)
+    now = section_of(ZeroConfig, {**values, **kept})
     plain = few_bits(now) and now.zero_gradient_transform == "none" and (planned or quantizes_gradients(now))
     if kept:
         as_before = f"from {path}: {' '.join(typed(options[n], v) for n, v in kept.items())}"
-        draft.notes.append(as_before + KEPT_PLAIN * (plain and TRANSFORM in kept))
+        notes.append(as_before + KEPT_PLAIN * (plain and TRANSFORM in kept))
     if plain and TRANSFORM not in kept:
-        draft.notes.append(PLAIN)
+        notes.append(PLAIN)
     was = section_of(ZeroConfig, before)
-    links = links_of(len(draft.values.get("level_sizes", ())))
+    links = links_of(len(values.get("level_sizes", ())))
     sent = [asked_for(zero, links).gradients for zero in (was, now)]
     if quantizes_gradients(was) and quantizes_gradients(now) and sent[0] != sent[1]:
         names = [n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n)]
         said = _changes(names, vars(was), vars(now))
-        draft.notes.append(f"the flags decide the format of gradients, which is not that of {path}: {said}")
+        notes.append(f"the flags decide the format of gradients, which is not that of {path}: {said}")
+    return Completed(kept, notes, loaded=kept)
 
 
-def _outer(draft: Draft) -> None:
+def _outer(values: Values, known: Known) -> Completed:
     """At a resume, take the outer momentum from the checkpoint where the options give none: what it has summed up is
     by that rule, and the default was 0.9 before 0.3.0."""
-    before, now = (section_of(OuterConfig, each) for each in (draft.saved, draft.values))
-    if "outer_momentum" in draft.values or not (before.outer_interval and now.outer_interval):
-        return
-    if before.outer_momentum != now.outer_momentum and not (averages(before) or averages(now)):
-        draft.update({"outer_momentum": before.outer_momentum})
-        draft.notes.append(f"from {draft.path}: --outer-momentum {before.outer_momentum:g}")
+    before, now = (section_of(OuterConfig, each) for each in (known.saved, values))
+    if "outer_momentum" in values or not (before.outer_interval and now.outer_interval):
+        return Completed()
+    momentum = before.outer_momentum
+    if momentum == now.outer_momentum or averages(before) or averages(now):
+        return Completed()
+    return Completed({"outer_momentum": momentum}, [f"from {known.path}: --outer-momentum {momentum:g}"])
 
 
 def _formats_of(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,79 +226,77 @@ def _formats_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if (name, value) not in none.items()}
 
 
-def _schedule_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule_of(values: Values) -> dict[str, Any]:
     """Return the options of the schedule by name. A decay whose length is not said is as long as the run."""
-    named = (
-        opt.name for opt in all_options().values() if opt.section == "optimizer" and of_schedule(opt.name)
-    )
-    found = {name: _or_default(values, name) for name in named}
+    found = with_defaults(values, OF_SCHEDULE)
     for unit in ("iters", "samples"):
         found[f"lr_decay_{unit}"] = found[f"lr_decay_{unit}"] or values.get(f"train_{unit}")
     return found
 
 
-def _model(draft: Draft) -> None:
-    """Set what the family and other sizes of the model decide."""
-    draft.notes += unfused_gelu(draft.values)
-    draft.values = {name: v for name, v in complete(draft.values).items() if v is not None}
-
-
-def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
+def _gelu(values: Values, known: Known) -> Completed:
     """Set the form of GELU that Megatron computes with --no-bias-gelu-fusion, and note it.
 
     A form that is given, or that a checkpoint has, stays.
     """
-    if not values.pop(UNFUSED_GELU, None):
-        return
+    if not values.get(UNFUSED_GELU):
+        return Completed()
+    done = dict[str, Any]({UNFUSED_GELU: None})
     if not has_gelu(complete(values)):
-        yield "--no-bias-gelu-fusion changes nothing: the MLP has no GELU"
-    elif values.get("openai_gelu"):
-        yield "--no-bias-gelu-fusion changes nothing: GELU is by tanh, as --openai-gelu or the checkpoint says"
-    else:
-        values["openai_gelu"] = False
-        yield "--no-bias-gelu-fusion: GELU is exact (--no-openai-gelu), as in Megatron without that kernel"
+        return Completed(done, ["--no-bias-gelu-fusion changes nothing: the MLP has no GELU"])
+    if values.get("openai_gelu"):
+        why = "GELU is by tanh, as --openai-gelu or the checkpoint says"
+        return Completed(done, [f"--no-bias-gelu-fusion changes nothing: {why}"])
+    note = "--no-bias-gelu-fusion: GELU is exact (--no-openai-gelu), as in Megatron without that kernel"
+    return Completed(done | {"openai_gelu": False}, [note])
 
 
-def _saving(draft: Draft) -> None:
+def _model(values: Values, known: Known) -> Completed:
+    """Set what the family and other sizes of the model decide."""
+    return Completed(set_since(values, complete(values)))
+
+
+def _saving(values: Values, known: Known) -> Completed:
     """Unset intervals of 0, as in Megatron, and keep one checkpoint beside those that are kept for good."""
-    values = draft.values
-    draft.update({name: None for name in ZERO_IS_OFF if values.get(name) == 0})
+    done: dict[str, Any] = {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if "save_retain_interval" in values:
-        draft.update({"save_keep_last": values.get("save_keep_last", 1)})
-    if "save" in values and "save_interval" not in values:
-        draft.notes.append(
-            "--save without --save-interval: saved only at the end and at planned stops; a lost rank costs all since"
-        )
+        done["save_keep_last"] = values.get("save_keep_last", 1)
+    seldom = "save" in values and not values.get("save_interval")
+    note = "--save without --save-interval: saved only at the end and at planned stops; a lost rank costs all since"
+    return Completed(done, [note] * seldom)
 
 
-def _tokenizer(draft: Draft) -> None:
+def _tokenizer(values: Values, known: Known) -> Completed:
     """Set Megatron's default, GPT2BPETokenizer, where one of its files is given."""
-    given = [name for name in FILE_OPTIONS if name in draft.values]
-    kind = tokenizer_type(draft.values.get("tokenizer_type"), given)
-    if kind and "tokenizer_type" not in draft.values:
-        draft.update({"tokenizer_type": kind})
-        draft.notes.append(f"--vocab-file, --merge-file: the tokenizer is {kind}, Megatron's default")
+    said = values.get("tokenizer_type")
+    kind = tokenizer_type(said, [name for name in FILE_OPTIONS if name in values])
+    if kind is None or said is not None:
+        return Completed()
+    note = f"--vocab-file, --merge-file: the tokenizer is {kind}, Megatron's default"
+    return Completed({"tokenizer_type": kind}, [note])
 
 
-def _data(draft: Draft) -> None:
+def _data(values: Values, known: Known) -> Completed:
     """Read files with groups of data, and note that nothing is evaluated where each part but that is named."""
-    values = draft.values
-    draft.errors += read_data_files(values, draft.notes)
-    given = [name for name in PARTS if values.get(name)]
+    read, notes = dict(values), list[str]()
+    errors = read_data_files(read, notes)
+    given = [name for name in PARTS if read.get(name)]
     if given and not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
-        draft.notes.append("no validation data is named: nothing is evaluated while training")
+        notes.append("no validation data is named: nothing is evaluated while training")
+    return Completed(set_since(values, read), notes, errors)
 
 
-def _zero(draft: Draft) -> None:
+def _zero(values: Values, known: Known) -> Completed:
     """Set zero_preset from whichever of the ZeRO options is given, with an error for each contradiction."""
-    values, notes, errors = draft.values, draft.notes, draft.errors
+    notes, errors = list[str](), list[str]()
     stage, preset = values.get("zero_stage"), values.get("zero_preset")
     shard, partition = values.get("zero_shard"), values.get("zero_hpz_partition_size")
     if shard is not None:
         others = ("zero_preset", "zero_stage", "zero_hpz_partition_size")
         given = [all_options()[name].flag for name in others if name in values]
-        errors += [f"--zero-shard {show(shard)} excludes {flag}; leave one out" for flag in given]
-        return
+        return Completed(
+            errors=[f"--zero-shard {show(shard)} excludes {flag}; leave one out" for flag in given]
+        )
     if preset is None and partition is not None and stage in (None, 3):
         preset = "hpz"
         notes.append(f"--zero-hpz-partition-size {partition} is preset hpz")
@@ -377,64 +324,103 @@ def _zero(draft: Draft) -> None:
                 f"--zero-stage it is {preset}, without --zero-preset {own}"
             )
         preset = preset or own
-    values["zero_preset"] = preset or DEFAULT_PRESET
+    return Completed({"zero_preset": preset or DEFAULT_PRESET}, notes, errors)
 
 
-def _batch(draft: Draft) -> None:
+def _batch(values: Values, known: Known) -> Completed:
     """Set the global batch, or check that the sizes agree if it is given.
 
     The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation).
     """
-    values, world, notes = draft.values, draft.world, draft.notes
-    accumulation = values.pop("gradient_accumulation_steps", None)
-    elastic, kept = values.get("elastic"), None
-    if "global_batch_size" not in values:
-        kept = draft.saved.get("global_batch_size")
-        if kept and elastic:
-            values["global_batch_size"] = kept
-            notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
+    world, notes, accumulation = known.world, list[str](), values.get(ACCUMULATION)
+    done: dict[str, Any] = {ACCUMULATION: None} if accumulation else {}
     micro, batch = values.get("micro_batch_size"), values.get("global_batch_size")
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    ranks = prod(values.get(name, 1) for name in sizes)
+    elastic, kept = values.get("elastic"), known.saved.get("global_batch_size") if batch is None else None
+    if kept and elastic:
+        done["global_batch_size"] = batch = kept
+        notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
+    ranks = prod(values.get(name, 1) for name in SHARING)
     if world is None or not micro or micro < 1 or ranks < 1 or world.world_size % ranks:
-        return
+        return Completed(done, notes)
     d = world.world_size // ranks
     wanted = micro * d * (accumulation or 1)
     if batch is None:
-        values["global_batch_size"] = wanted
         product = f"{wanted} = {micro} x {d} ranks x {accumulation or 1}"
+        done["global_batch_size"] = wanted
         if kept in (None, wanted):
-            notes.append(f"global batch {product}")
-            return
-        draft.errors.append(
+            return Completed(done, [*notes, f"global batch {product}"])
+        error = (
             f"the global batch would be {product}, but is {kept} in the checkpoint of --load {values['load']}: "
             f"add --global-batch-size {kept} to keep it, as --elastic does, or --global-batch-size {wanted}"
         )
-    elif accumulation and batch != wanted and elastic:
+        return Completed(done, notes, [error])
+    if accumulation and batch != wanted and elastic:
         notes.append(
             f"--elastic: the global batch of {batch} decides, not gradient_accumulation_steps {accumulation}"
         )
     elif accumulation and batch != wanted:
-        draft.errors.append(
+        error = (
             f"train_batch_size {batch} is not train_micro_batch_size_per_gpu {micro} x data-parallel size {d} x "
             f"gradient_accumulation_steps {accumulation} = {wanted}; nearest: gradient_accumulation_steps "
             f"{max(1, round(batch / (micro * d)))}"
         )
+        return Completed(done, notes, [error])
+    return Completed(done, notes)
 
 
+ACCUMULATION = "gradient_accumulation_steps"  # DeepSpeed's, and no option
+SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+OF_MODEL = section_names("model")
+OF_SCHEDULE = tuple(filter(of_schedule, section_names("optimizer")))
+OF_TOKENIZER = ("tokenizer_type", *FILE_OPTIONS)
+PRESETTING = ("zero_preset", "zero_stage", "zero_shard", "zero_hpz_partition_size")
+ASKING = ("zero_quantized_weights", "zero_quantized_weights_delta", "zero_quantized_gradients")
+FORMATS = (*OF_WEIGHTS, *OF_GRADIENTS, *OF_BOTH)
+DATA = (*PARTS, *(f"{name}_path" for name in PARTS if "weighted" in name))
+UPDATES = tuple(
+    opt.name for opt in all_options().values() if Resume.UPDATE in opt.resume and not of_schedule(opt.name)
+)
+# Of Megatron's words, before and after the model is known.
+DERIVED_LENGTHS = Completion(complete_derived, (*DERIVED, *MADE_OF), (*DERIVED, *MADE_OF))
+LOADED = Completion(
+    _loaded,
+    (*OF_MODEL, *OF_TOKENIZER, "load", "finetune", "accept_field", "params_dtype"),
+    (*OF_MODEL, *OF_TOKENIZER, "finetune"),
+)
+CONDITIONS = Completion(_conditions, (*OF_MODEL, "pipeline_model_parallel_size"))
+GELU = Completion(_gelu, (*OF_MODEL, UNFUSED_GELU), ("openai_gelu", UNFUSED_GELU))
 # The tokenizer and the data come last: they decide nothing else.
-COMPLETIONS: tuple[Callable[[Draft], None], ...] = (
-    _of_megatron,
-    _of_load,
-    _of_megatrons_model,
-    _schedule,
-    _model,
-    _zero,
-    _formats,
-    _outer,
-    _saving,
-    _batch,  # needs the parallel sizes
-    _changed_update,
-    _tokenizer,
-    _data,
+COMPLETIONS = (
+    DERIVED_LENGTHS,
+    LOADED,
+    Completion(_groups, ("num_query_groups", "num_attention_heads", "model_family")),
+    CONDITIONS,
+    Completion(_removed, ()),
+    Completion(
+        _schedule,
+        (*OF_SCHEDULE, "train_iters", "train_samples", "use_checkpoint_opt_param_scheduler"),
+        OF_SCHEDULE,
+    ),
+    GELU,
+    Completion(_model, OF_MODEL, OF_MODEL),
+    Completion(_zero, (*PRESETTING, "zero_quantized_gradients", "params_dtype"), ("zero_preset",)),
+    Completion(
+        _formats,
+        (*FORMATS, *ASKING, "zero_preset", "zero_params_lifetime", "loss_policy", "level_sizes"),
+        FORMATS,
+    ),
+    Completion(_outer, section_names("outer"), ("outer_momentum",)),
+    Completion(
+        _saving,
+        (*ZERO_IS_OFF, "save", "save_retain_interval", "save_keep_last"),
+        (*ZERO_IS_OFF, "save_keep_last"),
+    ),
+    Completion(
+        _batch,
+        (*SHARING, ACCUMULATION, "elastic", "global_batch_size", "micro_batch_size", "load"),
+        (ACCUMULATION, "global_batch_size"),
+    ),
+    Completion(_changed_update, (*UPDATES, "num_experts")),
+    Completion(_tokenizer, OF_TOKENIZER, ("tokenizer_type",)),
+    Completion(_data, (*DATA, "eval_iters"), DATA),
 )

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.foreign.megatron import flags, unmet_conditions
+from megazero.config.foreign.megatron import accepted_note, flags
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row
-from megazero.config.model.section import complete
 from megazero.config.options.fields import show
+from megazero.config.read.completion import Known, complete_by
 from megazero.config.read.files import put
 from megazero.config.read.flags import read_flags
 from megazero.config.read.parse import read_layers, settle
-from megazero.config.read.resolve import complete_megatron, unfused_gelu
+from megazero.config.read.resolve import CONDITIONS, DERIVED_LENGTHS, GELU
 from megazero.config.read.sources import Layer, all_switches, merge
 from megazero.config.run import REMOVED
 
@@ -117,18 +117,16 @@ def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Coll
     accept: names of arguments that are set aside although nothing here knows them.
     Raises ConfigError, which names every argument that the model cannot have here, and every wrong flag.
     """
-    layer, notes = Layer(_HERE), list[str]()
+    layer = Layer(_HERE)
     for name, value in _said(args).items():
         put(layer, "--", name.replace("_", "-"), value)
     settle(layer)
     layer.errors += _refused(args, accept)
     others = [f"--{word}" for word in _of_experts(args)]
     said = merge([layer, read_layers(read_flags(others)), read_layers(read_flags(list(words)))])
-    options = dict(said.values)
-    errors = [*said.errors, *complete_megatron(said, options, notes)]
-    errors += unmet_conditions(said.conditions, complete(options))
-    notes += unfused_gelu(options)
-    if errors:
+    done = complete_by((DERIVED_LENGTHS, CONDITIONS, GELU), Known(said))
+    options, notes = done.values, [*accepted_note(said.accepted), *done.notes]
+    if errors := [*said.errors, *done.errors]:
         raise ConfigError(errors)
     left = tuple(f"not taken over: {each}" for each in _left_out(args))
     return Arguments(options, bool(args.get("glu_activation")), (*said.notes, *notes, *left))

@@ -17,10 +17,10 @@ from megazero.checkpoint.manifest import open_manifest
 from megazero.config import RunConfig
 from megazero.config.layout.outer import feeds_back, keeps_momentum
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
-from megazero.config.options.data_sources import SOURCES
-from megazero.config.options.fields import section_of
+from megazero.config.options.fields import Resume, section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
 from megazero.config.read.beginning import Chosen, checkpoint_to_load
+from megazero.config.run import all_options
 from megazero.convert.importing import Published
 from megazero.data.tokenizer_settings import OF_MODEL
 from megazero.mesh.mesh import Mesh, world_group
@@ -33,13 +33,6 @@ TRACKERS = {
     "latest_checkpointed_iteration.txt": "Megatron's: megazero convert from-megatron makes a checkpoint of it",
     "latest": "DeepSpeed's, whose checkpoints are not read here",
 }
-# What the order of samples depends on, besides the files' contents and the number of samples that it was made for,
-# which the checkpoint has.
-SAMPLE_ORDER = (
-    ("training", "seed"),
-    ("model", "seq_length"),
-    *(("data", name) for kind in SOURCES.values() for name in kind.order),
-)
 
 
 class SavedCheckpoint(NamedTuple):
@@ -305,11 +298,11 @@ def _changed_replicas(outer: OuterConfig, now: int, saved: SavedCheckpoint) -> I
 def _changed_order(config: RunConfig, before: Mapping[str, Any]) -> Iterator[str]:
     """Yield options that have changed so that the same count of consumed samples now means other samples."""
     now = config.to_dict()
-    for section, name in SAMPLE_ORDER:
-        old, new = before.get(section, {}).get(name), now[section][name]
+    for opt in (each for each in all_options().values() if Resume.ORDER in each.resume):
+        old, new = before.get(opt.section, {}).get(opt.name), now[opt.section][opt.name]
         if (old or None) != (new or None):  # a checkpoint may be older than the option
             yield (
-                f"--{name.replace('_', '-')} was {old} when the checkpoint was written and is {new} now: samples "
+                f"{opt.flag} was {old} when the checkpoint was written and is {new} now: samples "
                 "come in another order from here on, so some repeat and some are left out"
             )
 

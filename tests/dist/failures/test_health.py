@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import files
-from megazero.cli import node_check
+from megazero.calibrate import node_check
 from megazero.config import World, make_config
 from megazero.ops import health_probes
 from megazero.ops.health import Storage, Unhealthy, check_health

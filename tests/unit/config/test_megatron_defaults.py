@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.cli.flags import differences
 from megazero.config import parse
+from megazero.config.foreign.explain import differences
 from megazero.config.options.fields import show
 from megazero.config.run import all_options
 

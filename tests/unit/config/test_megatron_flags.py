@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
-from megazero.cli.flags import differences, explain, main
+from megazero.cli.flags import main
 from megazero.config import ConfigError, begun, parse
 from megazero.config.foreign import deepspeed, megatron
+from megazero.config.foreign.explain import differences, explain
 from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
 from megazero.config.options.fields import show

@@ -7,15 +7,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megazero.config import ConfigError, RunConfig, World, begun, make_config, parse
-from megazero.config.conditions import ROWS
+from megazero.config.foreign.derived import DERIVED
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.options.fields import KEPT, SHORT, fault
+from megazero.config.options.needs import read_need
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import BatchConfig
-from megazero.config.rules import conditions
+from megazero.config.read.resolve import ACCUMULATION, COMPLETIONS
 from megazero.config.run import all_options, section_types, stored_values
 from megazero.config.summary import describe
-from megazero.config.validate import find_errors
+from megazero.config.validate import facts, judge
 from megazero.families import FAMILIES
 from megazero.pp.schedules import make_schedule
 from tests.sizes import SMALL
@@ -347,10 +349,13 @@ def test_what_has_no_effect_is_noted(typed, named):
     assert any(all(word in note for word in named) for note in notes), notes
 
 
-def test_each_row_of_needs_is_asked_and_names_options():
-    found = list(conditions(make_config(BASE)))
-    assert len(found) == len(ROWS) and all(names and cure for names, _, cure in found)
-    assert {name for names, _, _ in found for name in names} <= all_options().keys()
+def test_columns_and_completions_name_what_is_there():
+    known = all_options().keys() | facts(make_config(BASE))
+    needs = {text for option in all_options().values() for text in option.needs}
+    assert len(needs) > 40 and {need.name for text in needs for need in read_need(text)[0]} <= known
+    assert not any(fault(o, o.small) for o in all_options().values() if o.small not in (KEPT, SHORT))
+    named = {name for each in COMPLETIONS for name in (*each.reads, *each.writes)}
+    assert named <= {*all_options(), *DERIVED, ACCUMULATION}
 
 
 def errors(world=WORLD, **changes):
@@ -361,7 +366,7 @@ def errors(world=WORLD, **changes):
 
 def legal(world=WORLD, **changes):
     config = make_config({**BASE, **changes}, world)
-    assert find_errors(config, world) == []
+    assert not judge(config, world).errors
     return config
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.cli.node_check import slow_nodes
+from megazero.calibrate.node_check import slow_nodes
 from megazero.config.options.sections import TrainingConfig
 from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import given_gpus, read_launch

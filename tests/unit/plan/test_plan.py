@@ -24,7 +24,7 @@ from megazero.config.options.cluster import (
     load_cluster,
     parse_cluster,
 )
-from megazero.config.validate import find_errors
+from megazero.config.validate import judge
 from megazero.mesh.levels import INTER
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.command import main
@@ -477,10 +477,10 @@ def test_a_draft_is_what_the_command_line_completes() -> None:
         try:
             assert make_config({**values, **choice}, search.world) == draft
             legal += 1
-            assert not find_errors(draft, search.world)
+            assert not judge(draft, search.world).errors
         except ConfigError:
             refused += 1
-            assert find_errors(draft, search.world)
+            assert judge(draft, search.world).errors
     assert legal == len(list(search.bases())) and refused
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.options.fields import Option
-from megazero.config.rules import conditions
+from megazero.config.options.needs import lacks
 from megazero.config.run import all_options
+from megazero.config.validate import facts
 from megazero.mesh.launch import Launch
 from megazero.train import setup
 from tests.sizes import TINY
@@ -41,10 +42,9 @@ def others(option: Option, usual: Any) -> Iterator[Any]:
 def idle(base: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield each option that has no effect beside ``base`` and is noted, with a value that is not its own."""
     config = make_config(base, WORLD)
-    names = dict.fromkeys(name for some, holds, _ in conditions(config) if not holds for name in some)
-    for name in names:
-        option = all_options()[name]
-        for value in others(option, config.get(name)):
+    known = {**config.values(), **facts(config)}
+    for name, option in all_options().items():
+        for value in others(option, config.get(name)) if lacks(option, known) else ():
             if notes_it(option, {**base, name: value}):
                 yield name, value
                 break

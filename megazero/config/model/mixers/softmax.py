@@ -18,9 +18,9 @@ class SoftmaxOptions(Backbone):
     """Its options."""
 
     num_query_groups: int = option(
-        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1
+        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1, small=4
     )
-    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1)
+    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1, small=4)
     qk_norm: str = option(
         "none",
         "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
