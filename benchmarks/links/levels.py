@@ -49,7 +49,8 @@ def compare(micro_batches: int, rounds: int) -> dict[str, Any]:
         each.traffic.take()
         each.step()
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, each.traffic.totals())
+        sent = each.traffic.take()
+        dist.all_gather_object(every, {link: sent[f"{link}_bytes"] for link in each.traffic.links})
         nodes = [
             sum(map(Counter, every[at : at + ranks]), Counter[str]()) for at in range(0, len(every), ranks)
         ]
@@ -81,7 +82,7 @@ def rows(found: dict[str, Any], racks: dict[str, int]) -> list[list[str]]:
     own, made = found["seconds"][first], []
     for name, seconds in found["seconds"].items():
         counted = {link: sent / 1e6 for link, sent in found["counted"].get(name, {}).items()}
-        links = ", ".join(f"{link.removesuffix('_bytes')} {sent:.2f}" for link, sent in counted.items())
+        links = ", ".join(f"{link} {sent:.2f}" for link, sent in counted.items())
         ratio = harness.of_medians(seconds, own) if name != first else ""
         made.append([name, harness.spread(seconds, 2), ratio, f"{racks[name] / 1e6:.2f}", links])
     return made
