@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megazero.patches.names import Needed, check_version
 
-KNOWN = ((2, 12), (2, 15))  # the first and the last version that were read
+KNOWN = ((2, 11), (2, 15))  # the first and the last version that were read
 FSDP = "torch.distributed.fsdp"
 GROUP = f"{FSDP}._fully_shard._fsdp_param_group"
 STATE = f"{FSDP}._fully_shard._fsdp_state"
@@ -61,7 +61,14 @@ def param_groups(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
             state = module._get_fsdp_state()
             if id(state) not in seen:
                 seen.add(id(state))
-                yield name or "the model", state._fsdp_param_groups
+                yield name or "the model", groups_of(state)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return torch's FSDPParamGroups of a module's state. In torch 2.11 a module has one mesh, so at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def lacking_parts(groups: list[Any]) -> list[str]:
