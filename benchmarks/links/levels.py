@@ -21,7 +21,7 @@ from benchmarks.links.contestants import Contestant, configured, fsdp2
 from tests.netlab.lab import Lab
 
 NODES, RACKS, RANKS = 4, 2, 2
-SHORT, LONG = 2, 6  # steps of the runs whose difference counts
+SHORT, LONG = 1, 3  # steps of the runs whose difference counts
 CONTESTANTS: dict[str, Contestant] = {
     "zeropp, three levels": configured(level_sizes=(NODES // RACKS,)),
     "zeropp, two levels": configured(),
