@@ -77,17 +77,16 @@ _ORDER = (
     "SLURM orders nodes: TopologyPlugin=topology/tree in slurm.conf, and srun --distribution; a list of nodes in an "
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
-_OF_SPLITS = {
-    f"{split}_weighted_split_paths{file}": Removed(
-        f"--{split}-data-path WEIGHT PREFIX ... takes whole data sets; --data-path and --split divide each alike",
-        off="none" if file else "[]",
-    )
-    for split in SPLITS
-    for file in ("", "_path")
-}
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
-    **_OF_SPLITS,
+    **{
+        f"{split}_weighted_split_paths{file}": Removed(
+            f"--{split}-data-path WEIGHT PREFIX ... takes whole data sets; --data-path and --split divide each alike",
+            off,
+        )
+        for split in SPLITS
+        for file, off in (("", "[]"), ("_path", "none"))
+    },
     "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
     "outer_fragment_pattern": Removed(_NO_FRAGMENTS, off="strided"),
     "outer_mixing": Removed(

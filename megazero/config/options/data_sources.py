@@ -36,8 +36,7 @@ def _named_twice(data: DataConfig) -> Iterator[str]:
     """Yield an error for data that are named in no way or in two, and for parts of them without those to train on."""
     named = [name for name in PARTS if getattr(data, name)]
     if sum(map(bool, (data.data_path, data.mock_data, named))) != 1:
-        also = "; --train-data-path may stand in the place of --data-path"
-        yield f"exactly one of --data-path and --mock-data is required{also}"
+        yield "exactly one of --data-path and --mock-data is required; --train-data-path may stand for --data-path"
     if named and not data.train_data_path:
         yield f"--{named[0].replace('_', '-')} needs --train-data-path"
 

@@ -278,9 +278,9 @@ def _tokenizer(values: Values, known: Known) -> Completed:
 def _data(values: Values, known: Known) -> Completed:
     """Note that nothing is evaluated where each part but that is named."""
     given = [name for name in PARTS if values.get(name)]
-    if not given or "valid_data_path" in given or values.get("eval_iters") == 0:
-        return Completed()
-    return Completed(notes=["no validation data is named: nothing is evaluated while training"])
+    unseen = given and "valid_data_path" not in given and values.get("eval_iters") != 0
+    note = "no validation data is named: nothing is evaluated while training"
+    return Completed(notes=[note] * bool(unseen))
 
 
 def _zero(values: Values, known: Known) -> Completed:
