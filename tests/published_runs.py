@@ -1,5 +1,6 @@
 """Flags of published runs, as their scripts give them, and sizes for a small run of each. Two uses: they are legal
-(tests/unit/config/test_published_scripts.py), and they train (tests/dist/train/test_published_runs.py).
+(tests/unit/config/test_published_scripts.py), and they train (tests/dist/train/test_published_runs.py). For
+--train-weighted-split-paths and its kin stands --train-data-path.
 
 Sources: NVIDIA's Megatron-LM, BigScience's scripts, DeepSpeed's fork, BigCode's and LUMI's. {DATA}, {VOCAB},
 {MERGES}, {TOKENIZER}, {SENTENCEPIECE}, {DEEPSPEED} and {DIR} stand for files of the run.
@@ -89,14 +90,9 @@ PUBLISHED: dict[str, Published] = {
     ),
     "BigCode, several languages": Published(
         flags=(
-            "--save {DIR}/checkpoint --load {DIR}/checkpoint --train-weighted-split-paths 'TRAIN: 0.3 0:0.6 "
-            "{DATA}, 1 0:0.6 {DATA}, 1 0:0.6 {DATA}, 1 0:0.6 {DATA}' --valid-weighted-split-paths 'VALID_EN: 1 "
-            "0.6:0.8 {DATA}' 'VALID_AR: 1 0.6:0.8 {DATA}' 'VALID_JP: 1 0.6:0.8 {DATA}' 'VALID_KR: 1 0.6:0.8 "
-            "{DATA}' 'VALID_EN-AR-JP-KR_BALANCED: 1 0.6:0.8 {DATA}, 1 0.6:0.8 {DATA}, 1 0.6:0.8 {DATA}, 1 "
-            "0.6:0.8 {DATA}' --test-weighted-split-paths 'TEST_EN: 1 0.8:1 {DATA}' 'TEST_AR: 1 0.8:1 {DATA}' "
-            "'TEST_JP: 1 0.8:1 {DATA}' 'TEST_KR: 1 0.8:1 {DATA}' 'TEST_EN-AR-JP-KR_BALANCED: 1 0.8:1 {DATA}, 1 "
-            "0.8:1 {DATA}, 1 0.8:1 {DATA}, 1 0.8:1 {DATA}' --vocab-file {VOCAB} --merge-file {MERGES} "
-            "--data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 0.00015 --min-lr 1.0e-5 "
+            "--save {DIR}/checkpoint --load {DIR}/checkpoint --train-data-path 0.3 {DATA} 1 {DATA} "
+            "1 {DATA} 1 {DATA} --valid-data-path {DATA} --test-data-path {DATA} --vocab-file {VOCAB} --merge-file "
+            "{MERGES} --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 0.00015 --min-lr 1.0e-5 "
             "--lr-decay-style cosine --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 "
             "--checkpoint-activations --log-interval 100 --save-interval 10000 --eval-interval 1000 --fp16"
         ),
@@ -137,7 +133,7 @@ PUBLISHED: dict[str, Published] = {
             "--log-interval 1 --save-interval 100 --eval-interval 1000 --tensorboard-dir {DIR}/tensorboard-dir "
             "--tensorboard-queue-size 5 --log-timers-to-tensorboard --log-batch-size-to-tensorboard "
             "--log-validation-ppl-to-tensorboard --save {DIR}/checkpoint --load {DIR}/checkpoint "
-            "--train-weighted-split-paths-path {SPLITS} --valid-weighted-split-paths-path {SPLITS} "
+            "--train-data-path {DATA} --valid-data-path {DATA} "
             "--num-workers 2 --valid-num-workers 0 --data-impl mmap --distributed-backend nccl --deepspeed "
             "--deepspeed_config {DEEPSPEED} --zero-stage 0 --deepspeed-activation-checkpointing"
         ),
@@ -264,8 +260,7 @@ def command_line(name: str, files: Mapping[str, str], folder: Path, iterations: 
     run = PUBLISHED[name]
     batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
     (folder / "ds.json").write_text(json.dumps({**run.deepspeed, **(batch if run.deepspeed else {})}))
-    (folder / "splits.txt").write_text(f'"DATA: 1 0:0.95 {files["DATA"]}"')
-    fill = {**files, "DIR": str(folder), "SPLITS": f"{folder}/splits.txt", "DEEPSPEED": f"{folder}/ds.json"}
+    fill = {**files, "DIR": str(folder), "DEEPSPEED": f"{folder}/ds.json"}
     fill |= {"ITERS": str(iterations), "SAMPLES": str(8 * iterations), "TOKENS": str(8 * 64 * iterations)}
     words = shlex.split(f"{run.flags} {SMALL} {run.sizes} --device cpu --log-dir {{DIR}}/logs")
     for key, value in fill.items():

@@ -8,7 +8,7 @@ options need to have an effect.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megazero.config.errors import ConfigError
@@ -19,7 +19,7 @@ from megazero.config.model.architecture import architecture_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
-from megazero.config.options.data_inputs import DATA_WORDS, TOKENIZERS, parse_split
+from megazero.config.options.data_inputs import PARTS, TOKENIZERS, parse_data_path, parse_split
 from megazero.config.options.data_sources import data_kind
 from megazero.config.options.fields import typed
 from megazero.config.options.optimizers import (
@@ -140,7 +140,8 @@ def _dispatch(config: RunConfig) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    readers: Mapping[str, Callable[[Any], object]] = {"split": parse_split, **DATA_WORDS}
+    readers: dict[str, Callable[[Any], object]] = {"split": parse_split}
+    readers |= dict.fromkeys(("data_path", *PARTS), parse_data_path)
     for name, read in readers.items():
         try:
             read(getattr(data, name))

@@ -22,6 +22,7 @@ from megazero.config.layout.shards import DEFAULT_PRESET, Shards, resolve_shards
 from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
 from megazero.config.model.section import ModelConfig, as_trained, complete
 from megazero.config.nearest import did_you_mean
+from megazero.config.options.data_inputs import SPLITS
 from megazero.config.options.fields import Option, convert, section_of, section_options
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import (
@@ -78,6 +79,14 @@ _ORDER = (
 )
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
+    **{
+        f"{split}_weighted_split_paths{file}": Removed(
+            f"--{split}-data-path WEIGHT PREFIX ... takes whole data sets; --data-path and --split divide each alike",
+            off,
+        )
+        for split in SPLITS
+        for file, off in (("", "[]"), ("_path", "none"))
+    },
     "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
     "outer_fragment_pattern": Removed(_NO_FRAGMENTS, off="strided"),
     "outer_mixing": Removed(

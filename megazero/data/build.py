@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from megazero.config.options.data_inputs import (
-    SPLITS,
-    Blend,
-    parse_blend,
-    parse_data_path,
-    parse_split,
-    parse_weighted_splits,
-)
+from megazero.config.options.data_inputs import SPLITS, parse_data_path, parse_split
 from megazero.config.options.sections import DataConfig
 from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize
 from megazero.data.gpt import GPTDataset, SampleSpec
 from megazero.data.indexed import IndexedDataset
-from megazero.data.source import DataPart, DatasetSource, OpenPart
+from megazero.data.source import DatasetSource, OpenPart
 from megazero.data.tokenizer import TokenizerInfo, check_meta
 
 
-def indexed_parts(data: DataConfig) -> dict[DataPart, OpenPart]:
+@dataclass(frozen=True)
+class Blend:
+    """The data sets that samples are drawn from, mixed by weight.
+
+    ``prefixes`` are paths without .bin and .idx. Without ``weights`` each data set counts by its size. ``share`` has
+    the fractions of each data set's documents at which the part begins and ends.
+    """
+
+    prefixes: Sequence[str]
+    weights: Sequence[float] | None
+    share: tuple[float, float] = (0.0, 1.0)
+
+
+def indexed_parts(data: DataConfig) -> dict[str, OpenPart]:
     """Return how each part of the data opens.
 
     The test share of --split is not used: it is for those who evaluate the model later.
     """
-    blends: dict[DataPart, Blend] = {}
     if data.data_path:
-        shares = blends_by_share(data.data_path, data.split)
-        blends = {(split, ""): shares[split] for split in ("train", "valid")}
-    for split in SPLITS:  # whose options are empty beside --data-path
-        if words := getattr(data, f"{split}_data_path"):
-            blends[split, ""] = parse_blend(words)
-        groups = parse_weighted_splits(getattr(data, f"{split}_weighted_split_paths"))
-        blends |= {(split, name if split != "train" else ""): blend for name, blend in groups.items()}
-    return {part: partial(_open, part[0], blend, data.data_cache_path) for part, blend in blends.items()}
+        blends = blends_by_share(data.data_path, data.split)
+        del blends["test"]
+    else:
+        named = {split: getattr(data, f"{split}_data_path") for split in SPLITS}
+        blends = {split: whole_blend(words) for split, words in named.items() if words}
+    return {split: partial(_open, split, blend, data.data_cache_path) for split, blend in blends.items()}
 
 
 def _open(
@@ -70,14 +74,15 @@ def build_dataset(
     return _Builder(split, blend, sources, spec, cache).build(count, ordered_for)
 
 
+def whole_blend(words: Sequence[str]) -> Blend:
+    """Return the blend of whole data sets. Of a single one the weight says nothing, and Megatron does not read it."""
+    prefixes, weights = parse_data_path(words)
+    return Blend(prefixes, weights if len(prefixes) > 1 else None)
+
+
 def blends_by_share(data_path: Sequence[str], split: str) -> dict[str, Blend]:
     """Return the blend of each of SPLITS: the same data sets, and of each its share of the documents."""
-    prefixes, weights = parse_data_path(data_path)
-    chosen = None if weights is None else tuple(weights)
-    return {
-        name: Blend(tuple(prefixes), chosen, (bounds,) * len(prefixes))
-        for name, bounds in split_bounds(split).items()
-    }
+    return {name: Blend(*parse_data_path(data_path), share) for name, share in split_bounds(split).items()}
 
 
 def open_data(prefix: str | Path, tokenizer: TokenizerInfo) -> IndexedDataset:
@@ -102,7 +107,7 @@ class _Builder:
     ) -> None:
         self.split, self.sources, self.spec, self.cache_dir = split, sources, spec, cache_dir
         self.weights = normalize(blend.weights) if blend.weights else None
-        self.ranges = blend.ranges
+        self.share = blend.share
 
     def build(self, count: int, before: int) -> GPTDataset | BlendedDataset:
         """Blend all sources by weights or by size. Without weights a source that is alone is taken as it is."""
@@ -139,7 +144,7 @@ class _Builder:
 
     def _member(self, which: int, count: int | None) -> GPTDataset:
         source = self.sources[which]
-        first, end = (round(edge * float(len(source))) for edge in self.ranges[which])
+        first, end = (round(edge * float(len(source))) for edge in self.share)
         documents = np.arange(first, end, dtype=np.int32)
         if not source.lengths[first:end].any():
             raise ValueError(

@@ -7,7 +7,7 @@ import numpy as np
 from megazero.config.options.data_inputs import SPLITS
 from megazero.config.options.sections import DataConfig
 from megazero.data.gpt import Sample, SampleSpec, finish_sample
-from megazero.data.source import DataPart, DatasetSource, OpenPart
+from megazero.data.source import DatasetSource, OpenPart
 
 MEAN_DOCUMENT = 64  # tokens
 
@@ -45,10 +45,10 @@ class MockDataset:
         return finish_sample(text, self.spec)
 
 
-def mock_parts(data: DataConfig) -> dict[DataPart, OpenPart]:
+def mock_parts(data: DataConfig) -> dict[str, OpenPart]:
     """Return made-up text to train and to evaluate on, whose samples have one order for any number of them."""
 
     def opener(split: int) -> OpenPart:
         return lambda spec, count, ordered_for: DatasetSource(MockDataset(count, split, spec))
 
-    return {(name, ""): opener(SPLITS.index(name)) for name in ("train", "valid")}
+    return {name: opener(SPLITS.index(name)) for name in ("train", "valid")}

@@ -47,10 +47,8 @@ class SampleSource(ABC):
         """
 
 
-# A part of the data: train, valid or test, and its name, which is empty unless the data was given one.
-DataPart = tuple[str, str]
-# Opens a part at its beginning. It takes how samples are cut, how many are wanted, and ``ordered_for`` of an earlier
-# start, or 0: that order is kept if it holds so many.
+# Opens a part of the data (train, valid or test) at its beginning. It takes how samples are cut, how many are wanted,
+# and ``ordered_for`` of an earlier start, or 0: that order is kept if it holds so many.
 OpenPart = Callable[[SampleSpec, int, int], SampleSource]
 
 

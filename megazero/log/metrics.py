@@ -1,10 +1,9 @@
 """metrics.jsonl has one JSON object per line, and one line per iteration or evaluation.
 
 Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold iteration,
-consumed_samples, eval_lm_loss and eval_ppl, and eval_data (a name) where several data sets are evaluated or the test
-data is. Results of other evaluations have a line with iteration and consumed_samples. Every line has the time at
-which it was written. The file is the authority on a run: it survives a kill at any moment, and after a resume it
-still has one line per iteration.
+consumed_samples, eval_lm_loss and eval_ppl, and those of the test data eval_data ("test"). Results of other
+evaluations have a line with iteration and consumed_samples. Every line has the time at which it was written. The file
+is the authority on a run: it survives a kill at any moment, and after a resume it still has one line per iteration.
 
 Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would hide whether it was a NaN
 or an overflow); read_metrics turns them back into floats.

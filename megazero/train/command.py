@@ -14,8 +14,9 @@ from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from megazero.config import ConfigError, RunConfig, World, begun, parse
+from megazero.config.options.data_inputs import SPLITS
+from megazero.config.options.data_sources import data_kind
 from megazero.config.read.beginning import Beginning, read_beginning
-from megazero.config.read.data_files import refuse_missing_data
 from megazero.config.read.folders import make_folders
 from megazero.config.secrets import secret_options
 from megazero.log.exit_status import (
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if launch.rank == 0:  # it reads the folders of --load and --save, and tells the others
             beginning = read_beginning(config.values())
             config = begun(config, world, beginning)
-            refuse_missing_data(config)
+            _refuse_missing_data(config)
             make_folders(config)
     except (ConfigError, OSError) as error:
         return _refuse(error, launch.rank == 0, "\n--help lists every flag")
@@ -55,6 +56,13 @@ def main(argv: Sequence[str]) -> int:
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
         return start_again(argv, flags, ranks, device=config.training.device, good=good)
     return run(config, launch, beginning)
+
+
+def _refuse_missing_data(config: RunConfig) -> None:
+    """Raise ConfigError with a line for each data set of the run that is not there, before anything is written."""
+    splits = SPLITS if config.training.eval_iters else SPLITS[:1]
+    if missing := list(data_kind(config.data).missing(config.data, splits)):
+        raise ConfigError(missing)
 
 
 def _refuse(error: ValueError | OSError, first: bool, hint: str = "") -> ExitStatus:

@@ -89,7 +89,7 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
     decoder.eval()
     feeding = Feeding(mesh, config.batch.micro_batch_size, pipeline.loss_rank, config.data.eod_mask_loss)
     lines = [f"weights of {origin.saved.path if origin.saved else config.checkpoint.load}"]
-    for label, source in sources.items():
+    for split, source in sources.items():
         steps = int(min(config.training.eval_iters * sizes.target, source.samples)) // sizes.target
         loss = mean_loss(
             engine,
@@ -102,5 +102,5 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
         )
         assert loss is not None  # nobody interrupts
         tokens = steps * sizes.target * config.model.seq_length
-        lines.append(f"{label} | loss {loss:.6f} | perplexity {perplexity(loss):.4g} | {tokens:,} tokens")
+        lines.append(f"{split} | loss {loss:.6f} | perplexity {perplexity(loss):.4g} | {tokens:,} tokens")
     return lines

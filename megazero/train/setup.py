@@ -24,6 +24,7 @@ from megazero.config.read.beginning import Beginning, read_beginning
 from megazero.config.secrets import redact
 from megazero.config.summary import rounded_summary
 from megazero.convert.card import card_options
+from megazero.data.source import SampleSource
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.log.exit_status import ExitStatus, end_folder, forget_status, record_status, status_of
@@ -53,7 +54,6 @@ from megazero.train.callbacks.reports import (
 from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
-    RunData,
     make_datasets,
     tokenizer_info,
     unlike_replicas,
@@ -222,7 +222,7 @@ class Begun(NamedTuple):
 
     origin: Origin
     length: RunLength
-    data: RunData
+    data: Mapping[str, SampleSource]
     progress: Progress
     users: Mapping[str, Callback]
     notes: Sequence[str]
@@ -279,7 +279,7 @@ def _begin(joined: Joined) -> Begun:
     length = run_length(config, mesh.batch_ranks, origin.progress)
     data, progress = make_datasets(config, joined.tokenizer, length, origin.progress)
     turn = mesh.replica_batch_ranks * config.batch.micro_batch_size
-    notes = (*unlike_replicas(data.train, progress.consumed_samples, mesh.grid.outer, turn),)
+    notes = (*unlike_replicas(data["train"], progress.consumed_samples, mesh.grid.outer, turn),)
     return Begun(origin, length, data, progress, users, notes)
 
 

@@ -29,7 +29,6 @@ from megazero.pp.executor import Pipeline
 from megazero.train.callbacks.callback import Callback, Numbers, TrainedStep
 from megazero.train.callbacks.chain import Callbacks, Exchange
 from megazero.train.callbacks.exits import Exits
-from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding
 from megazero.train.evaluation import mean_loss
 from megazero.train.expert_balance import memory_explained
@@ -76,7 +75,7 @@ class Trainer:
     decoder: Decoder
     engine: Engine
     pipeline: Pipeline
-    data: RunData
+    data: Mapping[str, SampleSource]
     length: RunLength
     learning_rates: Mapping[bool, LearningRate]
     progress: Progress
@@ -147,7 +146,7 @@ class Trainer:
             self.note(line)
         self.saver.copy(self.progress.checkpoint)  # the last start may have ended before it did
         self.callbacks.tell(Callback.start)
-        with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
+        with self.feeding.batches(self.data["train"], consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             saved_at = self._train(batches)
         if self.exits.reason:
@@ -161,8 +160,7 @@ class Trainer:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or pending:
             # Not to be interrupted: no restart would make up for it.
-            tests = {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
-            self._evaluate(tests, stoppable=False)
+            self._evaluate("test", stoppable=False)
         self._export()
         self.phase = "writing --save-copy"
         self.saver.copy(self.progress.checkpoint, last=True)
@@ -334,17 +332,17 @@ class Trainer:
         """
         due = due or self.progress.evaluation_pending
         if due and not self.exits.reason:
-            self._evaluate(self.data.valid)
+            self._evaluate("valid")
         if due and not self.exits.reason and (results := self.callbacks.evaluate()):
             self.outputs.results(self.progress, results)
         self.progress = replace(self.progress, evaluation_pending=bool(due and self.exits.reason))
 
-    def _evaluate(self, data: Mapping[str, SampleSource], stoppable: bool = True) -> None:
-        """Report the mean loss on each source by its name. If stoppable, it ends when the run is to stop."""
-        for name, source in data.items():
-            loss = self._mean_loss(source, stoppable, name)
-            if loss is None:
-                break
+    def _evaluate(self, part: str, stoppable: bool = True) -> None:
+        """Report the mean loss on a part of the data, if there is one. If stoppable, it ends when the run is to."""
+        name = "" if part == "valid" else part
+        source = self.data.get(part)
+        loss = None if source is None else self._mean_loss(source, stoppable, name)
+        if loss is not None:
             self.callbacks.tell(Callback.evaluated, self.progress, name, loss)
             key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})

@@ -1,7 +1,7 @@
 #!/bin/bash
 # BLOOM 176B with the flags of its own script: 384 GPUs as 8 replicas of 12 pipeline stages of 4 tensor-parallel ranks.
-#   TOKENIZER=DIR TRAIN=train-splits.txt VALID=valid-splits.txt pretrain/slurm/bloom-176b.sh [FLAGS]
-# The split files hold "NAME: WEIGHT START:END PREFIX, ..." (docs/guide/training.md, Data). FLAGS replace those below. SUBMIT
+#   TOKENIZER=DIR TRAIN="WEIGHT PREFIX WEIGHT PREFIX ..." VALID=PREFIX pretrain/slurm/bloom-176b.sh [FLAGS]
+# TRAIN and VALID name whole data sets (docs/guide/training.md, Data). FLAGS replace those below. SUBMIT
 # starts the run; pretrain.sbatch adds --save, --load and --log-dir, and goes on until the last iteration.
 # LAUNCH, and where a virtual environment is entered: docs/guide/slurm.md.
 set -eu
@@ -22,7 +22,7 @@ MODEL=(--model-family bloom --attention-dropout 0.1 --hidden-dropout 0.1
 OPTIMIZER=(--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --lr 6e-5 --min-lr 6e-6
     --lr-decay-style cosine --clip-grad 1.0 --weight-decay 1e-1 --zero-stage 0)
 DATA=(--tokenizer-type PretrainedFromHF --tokenizer-name-or-path "$TOKENIZER"
-    --train-weighted-split-paths-path "$TRAIN" --valid-weighted-split-paths-path "$VALID"
+    --train-data-path $TRAIN --valid-data-path $VALID
     --data-impl mmap --distributed-backend nccl)
 OUTPUT=(--log-interval 1 --save-interval 100 --save-keep-last 3 --eval-interval 1000 --eval-iters 1
     --exit-duration-in-mins 5990)

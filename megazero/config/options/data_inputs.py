@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,88 +37,7 @@ def run_vocabulary(kind: str | None, size: int | None) -> int | None:
 
 SPLITS = ("train", "valid", "test")
 # The options that name the data of one part.
-PARTS = tuple(f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS)
-WHOLE = (0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Blend:
-    """The data sets that samples are drawn from, mixed by weight.
-
-    ``prefixes`` are paths without .bin and .idx. Without ``weights`` each data set counts by its size. ``ranges``
-    has the fractions of each data set's documents at which the part begins and ends.
-    """
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-    ranges: tuple[tuple[float, float], ...]
-
-
-def parse_blend(words: Sequence[str]) -> Blend:
-    """Read the words of --train-data-path, --valid-data-path or --test-data-path, which name whole data sets.
-
-    Raises ValueError as parse_data_path does.
-    """
-    prefixes, weights = parse_data_path(words)
-    return _blend(prefixes, weights, [WHOLE] * len(prefixes))
-
-
-def parse_weighted_split(text: str) -> tuple[str, Blend]:
-    """Read BLOOM's "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX": a name and what belongs to it.
-
-    START and END are fractions of the documents of the data set. Raises ValueError for other text.
-    """
-    name, _, rest = text.partition(":")
-    entries = [entry.split() for entry in rest.split(",")]
-    if not name.strip() or any(len(entry) != 3 for entry in entries):
-        raise ValueError(
-            f"{text!r} must be NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ... in one pair of quotes"
-        )
-    prefixes, weights = parse_data_path([word for weight, _, prefix in entries for word in (weight, prefix)])
-    if weights is None:
-        raise ValueError(f"{text!r} needs a number, its weight, before every START:END")
-    ranges = [_range(part, prefix) for _, part, prefix in entries]
-    return name.strip(), _blend(prefixes, weights, ranges)
-
-
-def parse_weighted_splits(texts: Sequence[str]) -> dict[str, Blend]:
-    """Return the blend of each name.
-
-    Raises ValueError as parse_weighted_split does, and for a name that comes twice.
-    """
-    groups: dict[str, Blend] = {}
-    for text in texts:
-        name, blend = parse_weighted_split(text)
-        if name in groups:
-            raise ValueError(f"has the name {name} twice; results are told by name, so give each its own")
-        groups[name] = blend
-    return groups
-
-
-def _one_group(texts: Sequence[str]) -> dict[str, Blend]:
-    """Return the blend of the training data. Raises ValueError for several groups, too."""
-    if len(texts) > 1:
-        raise ValueError("takes one value, in one pair of quotes; only evaluations may be several")
-    return parse_weighted_splits(texts)
-
-
-def _blend(
-    prefixes: Sequence[str], weights: Sequence[float] | None, ranges: Sequence[tuple[float, float]]
-) -> Blend:
-    """Make a blend. The weight of a single data set says nothing; Megatron does not read it either."""
-    weighted = weights is not None and len(prefixes) > 1
-    return Blend(tuple(prefixes), tuple(weights or ()) if weighted else None, tuple(ranges))
-
-
-def _range(text: str, prefix: str) -> tuple[float, float]:
-    edges = [_number(word) for word in text.split(":")]
-    start, end = edges if len(edges) == 2 else (None, None)
-    if start is None or end is None or not 0 <= start < end <= 1:
-        raise ValueError(
-            f"{text} of {prefix} must be START:END, fractions of its documents with 0 <= START < END <= 1; "
-            f"nearest: 0:1, all of them"
-        )
-    return start, end
+PARTS = tuple(f"{split}_data_path" for split in SPLITS)
 
 
 def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -187,15 +105,3 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-# What the words of each option mean.
-DATA_WORDS: Mapping[str, Callable[[Sequence[str]], object]] = MappingProxyType(
-    {
-        "data_path": parse_data_path,
-        **{f"{split}_data_path": parse_blend for split in SPLITS},
-        "train_weighted_split_paths": _one_group,
-        "valid_weighted_split_paths": parse_weighted_splits,
-        "test_weighted_split_paths": parse_weighted_splits,
-    }
-)

@@ -531,30 +531,6 @@ class DataConfig:
     test_data_path: tuple[str, ...] = option(
         (), "data to evaluate on after the last iteration, in the form of --data-path"
     )
-    train_weighted_split_paths: tuple[str, ...] = option(
-        (),
-        'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START '
-        "and END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of "
-        "BLOOM's code",
-        resume=ORDER,
-    )
-    valid_weighted_split_paths: tuple[str, ...] = option(
-        (),
-        "data to evaluate on while training, in BLOOM's form; several data sets are evaluated apart, each under its "
-        "name",
-    )
-    test_weighted_split_paths: tuple[str, ...] = option(
-        (), "data to evaluate on after the last iteration, in BLOOM's form"
-    )
-    train_weighted_split_paths_path: str | None = option(
-        None, "file with the values of --train-weighted-split-paths, each in quotes"
-    )
-    valid_weighted_split_paths_path: str | None = option(
-        None, "file with the values of --valid-weighted-split-paths, each in quotes"
-    )
-    test_weighted_split_paths_path: str | None = option(
-        None, "file with the values of --test-weighted-split-paths, each in quotes"
-    )
     data_cache_path: str | None = option(
         None,
         "folder of index caches (default: beside the data)",

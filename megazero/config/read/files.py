@@ -54,7 +54,7 @@ def put(layer: Layer, where: str, name: str, value: Any, section: str = "") -> N
     switch = all_switches().get(key)
     if switch is None:
         words = [] if value is True else value if isinstance(value, list) else [value]
-        said = value if value is False or value is None else [str(word) for word in words]
+        said = value if value is False else None if value in (None, []) else [str(word) for word in words]
         layer.unknown.append(Unknown(key, where, said, () if section else tuple(section_types())))
     elif section and switch.option.section != section:
         layer.errors.append(f"{where}{name} belongs to section {switch.option.section}")

@@ -41,7 +41,6 @@ from megazero.config.read.completion import (
     section_names,
     set_since,
 )
-from megazero.config.read.data_files import read_data_files
 from megazero.config.run import REMOVED, RunConfig, all_options, with_defaults
 from megazero.mesh.levels import links_of
 
@@ -277,13 +276,11 @@ def _tokenizer(values: Values, known: Known) -> Completed:
 
 
 def _data(values: Values, known: Known) -> Completed:
-    """Read files with groups of data, and note that nothing is evaluated where each part but that is named."""
-    read, notes = dict(values), list[str]()
-    errors = read_data_files(read, notes)
-    given = [name for name in PARTS if read.get(name)]
-    if given and not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
-        notes.append("no validation data is named: nothing is evaluated while training")
-    return Completed(set_since(values, read), notes, errors)
+    """Note that nothing is evaluated where each part but that is named."""
+    given = [name for name in PARTS if values.get(name)]
+    unseen = given and "valid_data_path" not in given and values.get("eval_iters") != 0
+    note = "no validation data is named: nothing is evaluated while training"
+    return Completed(notes=[note] * bool(unseen))
 
 
 def _zero(values: Values, known: Known) -> Completed:
@@ -376,7 +373,6 @@ OF_TOKENIZER = ("tokenizer_type", *FILE_OPTIONS)
 PRESETTING = ("zero_preset", "zero_stage", "zero_shard", "zero_hpz_partition_size")
 ASKING = ("zero_quantized_weights", "zero_quantized_weights_delta", "zero_quantized_gradients")
 FORMATS = (*OF_WEIGHTS, *OF_GRADIENTS, *OF_BOTH)
-DATA = (*PARTS, *(f"{name}_path" for name in PARTS if "weighted" in name))
 UPDATES = tuple(
     opt.name for opt in all_options().values() if Resume.UPDATE in opt.resume and not of_schedule(opt.name)
 )
@@ -422,5 +418,5 @@ COMPLETIONS = (
     ),
     Completion(_changed_update, (*UPDATES, "num_experts")),
     Completion(_tokenizer, OF_TOKENIZER, ("tokenizer_type",)),
-    Completion(_data, (*DATA, "eval_iters"), DATA),
+    Completion(_data, (*PARTS, "eval_iters")),
 )

@@ -106,7 +106,7 @@ class Callback:
         """The validation data were evaluated. Return results of further evaluations by name, or None."""
 
     def evaluated(self, at: Progress, name: str, loss: float) -> None:
-        """A data set was evaluated. name: of the data set; empty for the one validation set."""
+        """A part of the data was evaluated. name: "test" for the test data, "" for the validation data."""
 
     def saved(self, iteration: int, path: Path, seconds: float) -> None:
         """A checkpoint is complete, so many seconds after its save began."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pkgutil import resolve_name
 
 import numpy as np
 
 from megazero.config import RunConfig
-from megazero.config.options.data_inputs import SPLITS
 from megazero.config.options.data_sources import data_kind
 from megazero.data.blend import BlendedDataset
 from megazero.data.gpt import SampleSpec
 from megazero.data.sampler import replica_shares
-from megazero.data.source import DataPart, DatasetSource, OpenPart, SampleSource
+from megazero.data.source import DatasetSource, OpenPart, SampleSource
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.log.units import plural
@@ -25,15 +23,6 @@ from megazero.train.state.progress import Progress
 # Samples that replicas are compared by, and how far their shares of one member may be apart: of weights that no
 # period of turns divides it is below 0.02, of powers of two 0.25 to 1.
 JUDGED, ALIKE = 65_536, 0.05
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The samples of a run. It evaluates ``valid``, by name, while it trains, and ``test`` at its end."""
-
-    train: SampleSource
-    valid: Mapping[str, SampleSource]
-    test: Mapping[str, SampleSource]
 
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
@@ -60,32 +49,30 @@ def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
 
 def make_datasets(
     config: RunConfig, tokenizer: TokenizerInfo, length: RunLength, begin: Progress
-) -> tuple[RunData, Progress]:
-    """Open the data to train on, where the run begins, and to evaluate on.
+) -> tuple[dict[str, SampleSource], Progress]:
+    """Open each part of the data: train, where the run begins, and valid and test, as far as they are evaluated.
 
     Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
     Raises ValueError if the data is too short for the run, or of another kind than what was consumed.
     """
     evaluated = config.training.eval_iters * length.batch_sizes.target
     counts = {"train": length.samples, "valid": evaluated, "test": evaluated}
-    made: dict[DataPart, SampleSource] = {}
-    for (split, name), source in _opened(config, tokenizer, counts, begin.ordered_for):
-        made[split, name] = source
+    made: dict[str, SampleSource] = {}
+    for split, source in _opened(config, tokenizer, counts, begin.ordered_for):
+        made[split] = source
         if source.samples < counts[split]:
             raise ValueError(
-                f"the {_label(split, name)} data has {source.samples} samples and the run takes {counts[split]}: "
+                f"the {split} data has {source.samples} samples and the run takes {counts[split]}: "
                 f"lower {_most(split, int(source.samples), config, length, begin)}, add data, or give the blend "
                 "weights (they repeat data)"
             )
-    by_part = {part: {name: d for (split, name), d in made.items() if split == part} for part in SPLITS}
-    train = by_part["train"][""]
-    train.load_state(begin.consumed_samples if begin.source is None else begin.source)
-    return RunData(train, by_part["valid"], by_part["test"]), _keep_order(begin, made, counts)
+    made["train"].load_state(begin.consumed_samples if begin.source is None else begin.source)
+    return made, _keep_order(begin, made, counts)
 
 
 def _opened(
     config: RunConfig, tokenizer: TokenizerInfo, counts: Mapping[str, int], ordered_for: Mapping[str, int]
-) -> Iterator[tuple[DataPart, SampleSource]]:
+) -> Iterator[tuple[str, SampleSource]]:
     """Open each part of the data, at its beginning, of which samples are wanted: ``counts`` of each of SPLITS.
 
     ordered_for: that of the run's progress, whose order is kept.
@@ -93,10 +80,10 @@ def _opened(
     data = config.data
     masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask
     spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks)
-    parts: Mapping[DataPart, OpenPart] = resolve_name(data_kind(data).parts)(data)
-    for (split, name), open_part in parts.items():
+    parts: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)
+    for split, open_part in parts.items():
         if count := counts[split]:
-            yield (split, name), open_part(spec, count, ordered_for.get(_label(split, name), 0))
+            yield split, open_part(spec, count, ordered_for.get(split, 0))
 
 
 def unlike_replicas(source: SampleSource, consumed: int, replicas: int, block: int) -> Iterator[str]:
@@ -121,24 +108,19 @@ def unlike_replicas(source: SampleSource, consumed: int, replicas: int, block: i
 def evaluation_sets(
     config: RunConfig, tokenizer: TokenizerInfo, batch: int, ordered_for: Mapping[str, int]
 ) -> dict[str, SampleSource]:
-    """Open the data that a run evaluates on, by label: whole global batches of ``batch`` samples, up to --eval-iters.
+    """Open the data that a run evaluates on, by part: whole global batches of ``batch`` samples, up to --eval-iters.
 
     ordered_for: that of the run's progress, whose order is kept. Raises ValueError for data of less than a batch.
     """
     count = config.training.eval_iters * batch
-    opened = _opened(config, tokenizer, {"train": 0, "valid": count, "test": count}, ordered_for)
-    made = {_label(*part): source for part, source in opened}
-    for label, source in made.items():
+    made = dict(_opened(config, tokenizer, {"train": 0, "valid": count, "test": count}, ordered_for))
+    for split, source in made.items():
         if source.samples < batch:
             raise ValueError(
-                f"the {label} data has {source.samples} samples of {config.model.seq_length} tokens, and a global "
+                f"the {split} data has {source.samples} samples of {config.model.seq_length} tokens, and a global "
                 f"batch {batch}: lower --global-batch-size, or add data"
             )
     return made
-
-
-def _label(split: str, name: str) -> str:
-    return f"{split}/{name}" if name else split
 
 
 def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
@@ -151,24 +133,21 @@ def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin:
     return f"--train-iters to at most {begin.iteration + more}"
 
 
-def _keep_order(
-    begin: Progress, made: Mapping[DataPart, SampleSource], wanted: Mapping[str, int]
-) -> Progress:
+def _keep_order(begin: Progress, made: Mapping[str, SampleSource], wanted: Mapping[str, int]) -> Progress:
     """``begin`` with the numbers to save, and a note for each part of the data whose order could not be kept."""
     numbers, notes = dict(begin.ordered_for), list(begin.notes)  # data that is not used now keeps its number
-    for part, source in made.items():
-        name = _label(*part)
-        before, numbers[name] = numbers.get(name, 0), source.ordered_for
+    for split, source in made.items():
+        before, numbers[split] = numbers.get(split, 0), source.ordered_for
         if before and source.ordered_for != before:
             notes.append(
-                f"the order of the {name} data was made for {before} samples, which take fewer passes over the data "
-                f"than the {wanted[part[0]]} that are wanted now: {_consequence(name, begin)}"
+                f"the order of the {split} data was made for {before} samples, which take fewer passes over the data "
+                f"than the {wanted[split]} that are wanted now: {_consequence(split, begin)}"
             )
     return dataclasses.replace(begin, notes=tuple(notes), ordered_for=numbers)
 
 
-def _consequence(name: str, begin: Progress) -> str:
-    if name != "train":
+def _consequence(split: str, begin: Progress) -> str:
+    if split != "train":
         return (
             "evaluations take other samples from here on, so their losses do not compare with earlier ones. "
             "Keep --eval-iters and --global-batch-size to keep them"

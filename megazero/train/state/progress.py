@@ -48,8 +48,8 @@ class Progress:
     """How far training has come.
 
     run_id: the run's id at an outside logger, the same over restarts. notes: for the user, about the start.
-    ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order was made for,
-    or 0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
+    ordered_for: for each part of the data ("train", "valid", "test") the number of samples its order was made for, or
+    0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
     the last one. tokens: those it was trained on, without those of iterations left out and those that growing lengths

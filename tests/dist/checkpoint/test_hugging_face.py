@@ -64,7 +64,7 @@ def begin(values):
         held = held_bytes(run.engine)
         if config.checkpoint.save:
             run.checkpointing.save(run.progress)
-        run._evaluate(run.data.valid)
+        run._evaluate("valid")
     return run.progress.losses["eval_lm_loss"], held, run.config.notes
 
 

@@ -121,10 +121,9 @@ SCRIPTS = {
 }
 
 
-def script(name: str, data: str, files: dict[str, str], folder: Path) -> list[str]:
+def script(name: str, data: str, files: dict[str, str]) -> list[str]:
     """The flags that a script hands on to pretrain.sbatch."""
-    (folder / "splits.txt").write_text(f'"DATA: 1 0:0.95 {data}"')
-    paths = {"DATA_PATH": data, "TRAIN": str(folder / "splits.txt"), "VALID": str(folder / "splits.txt")}
+    paths = {"DATA_PATH": data, "TRAIN": f"0.7 {data} 0.3 {data}", "VALID": data}
     submit = {"SUBMIT": "printf %s\\0"}
     done = subprocess.run(
         [str(ROOT / "pretrain" / "slurm" / f"{name}.sh")],
@@ -147,7 +146,7 @@ def test_a_script_that_people_copy_trains(name: str, files: dict[str, str], tmp_
     text = (ROOT / "pretrain" / "slurm" / f"{name}.sh").read_text("utf-8")
     assert f"--nodes={nodes} pretrain/slurm/pretrain.sbatch" in text
     given = {key: value for key, value in files.items() if not key.startswith("data of")}
-    words = script(name, files[f"data of {kind}"], given, tmp_path)
+    words = script(name, files[f"data of {kind}"], given)
     world = World(8 * nodes, 8)
     whole = begun(parse([*words, "--save", "c", "--load", "c", "--log-dir", "l"], world), world)
     assert whole.data_parallel_size(world) == {48: 8, 4: 32, 2: 8}[nodes]

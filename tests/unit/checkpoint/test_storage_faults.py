@@ -164,7 +164,7 @@ def test_what_lasts_ends_with_a_status_that_says_who_can_help(
     assert status_of(mistake.value) is ExitStatus.MISTAKE
 
 
-@pytest.mark.parametrize("flag", ["--config", "--deepspeed-config", "--train-weighted-split-paths-path"])
+@pytest.mark.parametrize("flag", ["--config", "--deepspeed-config"])
 def test_a_file_of_the_command_line_on_a_disk_that_fails_is_no_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:

@@ -69,7 +69,7 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --lr-decay-samples 5 -> --lr-decay-samples; --lr-decay-iters
 --lr-warmup-iters 5 --lr-warmup-fraction 0.1 -> --lr-warmup-fraction
 --train-samples 5 -> --train-samples; --train-iters
---no-mock-data -> --data-path; --mock-data; --train-data-path; --train-weighted-split-paths
+--no-mock-data -> --data-path; --mock-data; --train-data-path
 --no-mock-data --data-path 1 b c -> --data-path
 --no-mock-data --data-path -1 b -> --data-path
 --split 1,x -> --split; 969,30,1

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.options.data_inputs import SPLITS, parse_blend, parse_data_path, parse_weighted_split
+from megazero.config.options.data_inputs import SPLITS, parse_data_path
 from megazero.data import gpt as gpt_module
 from megazero.data.blend import blend_order, normalize
-from megazero.data.build import blends_by_share, build_dataset, split_bounds
+from megazero.data.build import blends_by_share, build_dataset, split_bounds, whole_blend
 from megazero.data.gpt import SampleSpec, sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.mock import MockDataset
@@ -155,27 +155,7 @@ def test_data_named_apart_is_in_megatrons_order(
     for split, part, count, right in zip(("train", "valid", "test"), words, wanted, theirs, strict=True):
         assert (part is None) == (right is None)
         if part is not None:
-            same(build_dataset(split, parse_blend(part), SPEC, count, cache_dir=tmp_path / "c"), right)
-
-
-def test_weighted_splits_take_their_share_of_the_documents(
-    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """BLOOM's form. Equal shares of all data sets are Megatron's --split; any others give each document once."""
-    monkeypatch.chdir(tmp_path)
-    a, b, _ = data
-    theirs = megatron(["0.3", a, "0.7", b], (400, 60, 0), "60,20,20", SPEC.seq_length, SPEC.seed)
-    for split, part, count, right in (
-        ("train", "0:0.6", 400, theirs[0]),
-        ("valid", "0.6:0.8", 60, theirs[1]),
-    ):
-        name, blend = parse_weighted_split(f"  EN: 0.3 {part}  {a} ,0.7 {part} {b}")
-        assert name == "EN"
-        same(build_dataset(split, blend, SPEC, count, cache_dir=tmp_path / "c"), right)
-    blend = parse_weighted_split(f"x:1 0.25:0.5 {a},3 0.5:1 {b}")[1]
-    members = build_dataset("train", blend, SPEC, 20, cache_dir=tmp_path / "c").members  # type: ignore[union-attr]
-    assert sorted(members[0].documents) == list(range(53, 106))  # of 211
-    assert sorted(members[1].documents) == list(range(30, 60))
+            same(build_dataset(split, whole_blend(part), SPEC, count, cache_dir=tmp_path / "c"), right)
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 17])
