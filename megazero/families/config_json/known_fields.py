@@ -55,7 +55,6 @@ INERT = (
     "bias_dropout_fusion",
     "skip_bias_add",
     "skip_bias_add_qkv",
-    "offset_alibi",
     "n_ctx",
     "gradient_checkpointing",
     "reorder_and_upcast_attn",
