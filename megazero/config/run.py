@@ -76,7 +76,7 @@ _ORDER = (
     "SLURM orders nodes: TopologyPlugin=topology/tree in slurm.conf, and srun --distribution; a list of nodes in an "
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
-_ALIBI = "nobody has pretrained with ALiBi since 2023"
+_BLOOM = "BLOOM and Falcon RW had it, and nobody has pretrained so since 2023"
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
     "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
@@ -91,8 +91,8 @@ REMOVED = {
     ),
     "compile_cache": Removed("torch reads the folder from the variable TORCHINDUCTOR_CACHE_DIR"),
     "data_args_path": Removed("let the shell read the file: --data-path $(cat FILE)"),
-    "embed_layernorm": Removed("BLOOM alone had it: leave it out"),
-    "scaled_alibi": Removed(f"{_ALIBI}: --position-embedding-type rope"),
+    "embed_layernorm": Removed(f"{_BLOOM}: leave it out"),
+    "scaled_alibi": Removed(f"{_BLOOM}: --position-embedding-type rope"),
     "end_weight_decay": Removed(_WEIGHT_DECAY),
     "lr_by_tokens": Removed("the learning rate counts samples: --lr-decay-samples"),
     "muon_coefficient_type": Removed("the iteration takes the five sets of quintic", off="quintic"),
@@ -446,7 +446,7 @@ def known_values(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             errors.append(f"section {section} holds {values!r}, not names and values")
             continue
         errors += [
-            f"{section}.{name} {value} was removed: {_ALIBI}"
+            f"{section}.{name} {value} was removed: {_BLOOM}"
             for name, value in _UNBUILT.items()
             if values.get(name) == value
         ]

@@ -106,7 +106,7 @@ def _each(q: Tensor, pieces: Tensor, masking: Masking, every: bool) -> Iterator[
     """Yield the pieces with their bias, or None for one that only is causal, unless ``every`` one needs it."""
     rows = [row for row in pieces.tolist() if row[2]]
     back = max(row[1] - row[3] for row in rows)
-    most = max(row[2] - row[1] for row in rows if every or row[4]) if every or any(r[4] for r in rows) else 0
+    most = max((row[2] - row[1] for row in rows if every or row[4] != CAUSAL), default=0)
     common = masking.bias(range(back, back + most), range(back + most), q)  # distances alone decide it
     for number, (of, first, end, start, form, before) in enumerate(rows):
         own = slice(first - before, end - before)
@@ -114,11 +114,11 @@ def _each(q: Tensor, pieces: Tensor, masking: Masking, every: bool) -> Iterator[
             bias: Tensor | None = None
             if every or form != CAUSAL:
                 bias = common[: end - first, back - first + start : back + end - first]
-            if form == MIXED:
-                assert bias is not None and masking.starts is not None
-                begins = masking.starts[sample, own, None]
-                bias = bias.masked_fill(torch.arange(start, end, device=q.device) < begins, -torch.inf)
-            bias = None if bias is None else bias[None, None]
+                if form == MIXED:
+                    assert masking.starts is not None
+                    begins = masking.starts[sample, own, None]
+                    bias = bias.masked_fill(torch.arange(start, end, device=q.device) < begins, -torch.inf)
+                bias = bias[None, None]
             yield _Piece(sample, own, slice(start, end), bias, (number, sample))
 
 
