@@ -79,9 +79,7 @@ CASES = {
     "zeropp": Case(4, f"{ZEROPP} {MIXED}", resume=True),
     "zeropp, no transform": Case(4, f"{ZEROPP} {PLAIN}", resume=True, kept=PLAIN),
     "zeropp, INT8 weights": Case(4, f"{ZEROPP} {PLAIN} --no-zero-quantized-weights-delta"),
-    "mics, bloom, ramp-up": Case(
-        4, f"--zero-preset mics --model-family bloom --rampup-batch-size 4 4 16 {NODES}"
-    ),
+    "mics, ramp-up": Case(4, f"--zero-preset mics --model-family gpt --rampup-batch-size 4 4 16 {NODES}"),
     "zero1 x TP 2, sequence parallel": Case(
         4, f"--bf16 --zero-preset zero1 --tensor-model-parallel-size 2 --sequence-parallel {LLAMA}"
     ),

@@ -67,7 +67,6 @@ GPT2 = {
     "attn_pdrop": 0.0,
     "attn_implementation": "eager",
 }
-BLOOM = {"vocab_size": 101, "hidden_size": 48, "n_layer": 2, "n_head": 4}
 NEOX = {**SIZES, "intermediate_size": 112, "max_position_embeddings": 64, "attn_implementation": "eager"}
 NEOX["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # As in verification: with a small epsilon, norms of small queries and keys are ill-conditioned.
@@ -87,10 +86,8 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 STARCODER2 = {**LLAMA, "tie_word_embeddings": True, "norm_epsilon": 1e-4}
-# Not eager: with ALiBi, transformers 5.23 adds the biases twice there.
 FALCON = {**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
-OLD_FALCON = {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
 
 EXPERTS = {
     **NORMED,
@@ -222,8 +219,6 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),
-    "bloom": ("Bloom", BLOOM),
-    "bloom-6-heads": ("Bloom", {**BLOOM, "n_head": 6}),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox-sequential": ("GPTNeoX", {**NEOX, "use_parallel_residual": False}),
     "gpt_neox-fast-gelu": ("GPTNeoX", {**NEOX, "hidden_act": "gelu_fast"}),
@@ -237,10 +232,6 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "falcon-40b": ("Falcon", NEW_FALCON),
     "falcon-40b-untied": ("Falcon", {**NEW_FALCON, "num_kv_heads": 4, "tie_word_embeddings": False}),
     "falcon-11b": ("Falcon", {**NEW_FALCON, "num_ln_in_parallel_attn": 1, "bias": True}),
-    "falcon-rw": ("Falcon", OLD_FALCON),
-    "falcon-rw-6-heads": ("Falcon", {**OLD_FALCON, "num_attention_heads": 6}),
-    "falcon-rw-rotary": ("Falcon", {**OLD_FALCON, "alibi": False}),
-    "falcon-alibi-parallel": ("Falcon", {**FALCON, "alibi": True}),
 }
 
 

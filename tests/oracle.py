@@ -13,19 +13,13 @@ import torch
 
 @contextmanager
 def in_fp64() -> Iterator[None]:
-    """transformers hard-codes fp32 in its norms, softmax and rotary tables, and a GELU constant of nine digits in
-    BLOOM: inside this it runs in fp64 throughout. Models must be made inside, too. The default dtype is that of
-    quotients of integers, as in dynamic rotary scaling, and of Gemma's scale of embeddings."""
-    from transformers.models.bloom.modeling_bloom import BloomGelu
-
-    def gelu(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.gelu(x, approximate="tanh")
-
+    """transformers hard-codes fp32 in its norms, softmax and rotary tables: inside this it runs in fp64 throughout.
+    Models must be made inside, too. The default dtype is that of quotients of integers, as in dynamic rotary scaling,
+    and of Gemma's scale of embeddings."""
     double = torch.float64
     with (
         patch.multiple(torch, float32=double, float=double),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
-        patch.object(BloomGelu, "forward", gelu),
     ):
         before = torch.get_default_dtype()
         torch.set_default_dtype(double)

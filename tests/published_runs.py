@@ -105,8 +105,8 @@ PUBLISHED: dict[str, Published] = {
             "--eval-interval 10 --data-path {DATA} --vocab-file {VOCAB} --merge-file {MERGES} --save-interval "
             "1000 --split 98,2,0 --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
             "--init-method-std 0.006 --bf16 --checkpoint-activations --save {DIR}/checkpoint --load "
-            "{DIR}/checkpoint --universal-checkpoint --position-embedding-type alibi --override-lr-scheduler "
-            "--embed-layernorm --tensorboard-dir {DIR}/tensorboard-dir --deepspeed "
+            "{DIR}/checkpoint --universal-checkpoint --override-lr-scheduler "
+            "--tensorboard-dir {DIR}/tensorboard-dir --deepspeed "
             "--deepspeed_config={DEEPSPEED} --zero-stage=0 --deepspeed-activation-checkpointing"
         ),
         sizes=(
@@ -120,35 +120,6 @@ PUBLISHED: dict[str, Published] = {
             "bf16": {"enabled": True},
             "fp16": {"enabled": False, **SCALING, "initial_scale_power": 12},
             "wall_clock_breakdown": True,
-        },
-    ),
-    "BLOOM 176B": Published(
-        flags=(
-            "--pp-partition-method type:transformer|embedding --tokenizer-type PretrainedFromHF "
-            "--tokenizer-name-or-path {TOKENIZER} --init-method-std 0.0048 --embed-layernorm "
-            "--sync-tp-duplicated-parameters --bf16 --seed 42 --position-embedding-type alibi "
-            "--checkpoint-activations --abort-on-unmet-fused-kernel-constraints --kill-switch-path {DIR}/kill "
-            "--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --lr 6e-5 --min-lr 6e-6 "
-            "--lr-decay-style cosine --clip-grad 1.0 --weight-decay 1e-1 --exit-duration-in-mins 5990 "
-            "--log-interval 1 --save-interval 100 --eval-interval 1000 --tensorboard-dir {DIR}/tensorboard-dir "
-            "--tensorboard-queue-size 5 --log-timers-to-tensorboard --log-batch-size-to-tensorboard "
-            "--log-validation-ppl-to-tensorboard --save {DIR}/checkpoint --load {DIR}/checkpoint "
-            "--train-data-path {DATA} --valid-data-path {DATA} "
-            "--num-workers 2 --valid-num-workers 0 --data-impl mmap --distributed-backend nccl --deepspeed "
-            "--deepspeed_config {DEEPSPEED} --zero-stage 0 --deepspeed-activation-checkpointing"
-        ),
-        sizes=(
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rampup-batch-size 4 4 16 "
-            "--train-samples {SAMPLES} --lr-decay-samples {SAMPLES} --lr-warmup-samples 16 "
-            "--pad-vocab-size-to 1024"
-        ),
-        ranks=4,
-        deepspeed={
-            "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 0},
-            "bf16": {"enabled": True},
-            "steps_per_print": 2000,
-            "wall_clock_breakdown": False,
         },
     ),
     "BigScience 350M, rotary": Published(

@@ -21,9 +21,8 @@ from megazero.models.attention import (
     make_tables,
     missing_backends,
 )
-from megazero.models.positions import alibi_slopes
 
-CASES = ("", "documents", "windows", "documents, windows", "ALiBi", "capped scores")
+CASES = ("", "documents", "windows", "documents, windows", "capped scores")
 
 
 def run(setting: Setting, record: Record) -> None:
@@ -37,7 +36,7 @@ def run(setting: Setting, record: Record) -> None:
     plain = make_tables(Masking(width**-0.5), TORCH, length, q)
     for case in CASES:
         words = frozenset(case.split(", ")) if case else frozenset[str]()
-        masking = masking_of(words, length, heads, width, device)
+        masking = masking_of(words, length, width)
         names = [each.name for each in able(words, 8 * dtype.itemsize, length, device.type)]
         exact = None
         for name in names:
@@ -64,14 +63,13 @@ def run(setting: Setting, record: Record) -> None:
             free(device)
 
 
-def masking_of(words: frozenset[str], length: int, heads: int, width: int, device: torch.device) -> Masking:
+def masking_of(words: frozenset[str], length: int, width: int) -> Masking:
     """Return the masking. Documents are 1/8 of the sample on average, windows 1/8."""
     return Masking(
         width**-0.5,
         50.0 if "capped scores" in words else 0.0,
         length // 8 if "windows" in words else None,
         starts_of(length, length // 8) if "documents" in words else None,
-        alibi_slopes(heads).to(device, torch.float32) if "ALiBi" in words else None,
     )
 
 

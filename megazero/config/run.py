@@ -77,6 +77,7 @@ _ORDER = (
     "SLURM orders nodes: TopologyPlugin=topology/tree in slurm.conf, and srun --distribution; a list of nodes in an "
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
+_BLOOM = "BLOOM and Falcon RW had it, and nobody has pretrained so since 2023"
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
     **{
@@ -99,6 +100,8 @@ REMOVED = {
     ),
     "compile_cache": Removed("torch reads the folder from the variable TORCHINDUCTOR_CACHE_DIR"),
     "data_args_path": Removed("let the shell read the file: --data-path $(cat FILE)"),
+    "embed_layernorm": Removed(f"{_BLOOM}: leave it out"),
+    "scaled_alibi": Removed(f"{_BLOOM}: --position-embedding-type rope"),
     "end_weight_decay": Removed(_WEIGHT_DECAY),
     "lr_by_tokens": Removed("the learning rate counts samples: --lr-decay-samples"),
     "muon_coefficient_type": Removed("the iteration takes the five sets of quintic", off="quintic"),
@@ -135,6 +138,8 @@ REMOVED = {
     "zero_weight_error_bound": Removed(_BOUND),
     "zero_gradient_error_bound": Removed(_BOUND),
 }
+# Values of options with which checkpoints hold models that are not built any more.
+_UNBUILT = {"model_family": "bloom", "position_embedding_type": "alibi", "embed_layernorm": True}
 
 
 @dataclass(frozen=True)
@@ -449,6 +454,11 @@ def known_values(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if not isinstance(values, Mapping):
             errors.append(f"section {section} holds {values!r}, not names and values")
             continue
+        errors += [
+            f"{section}.{name} {value} was removed: {_BLOOM}"
+            for name, value in _UNBUILT.items()
+            if values.get(name) == value
+        ]
         for opt in all_options().values():
             if opt.section != section or values.get(opt.name) is None:
                 continue

@@ -154,19 +154,17 @@ def model_summary(model: ModelConfig, tp: int) -> str:
         "learned_absolute": f"learned positions ({m.max_position_embeddings})",
         "rope": f"rotary positions (base {m.rotary_base:g}, {m.rotary_percent:g} of each head"
         f"{f', scaling {m.rotary_scaling}' if m.rotary_scaling != 'none' else ''}) in {count('rotary')} layers",
-        "alibi": "ALiBi",
     }
     biases = "biases" if m.add_bias_linear else "biases of q, k, v only" if m.add_qkv_bias else "no biases"
     gelu = f"GELU ({'tanh form' if m.openai_gelu else 'exact'})"
     activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else f"{'gate of ' * m.geglu}{gelu}"
-    norm = f"{m.normalization} ({m.norm_epsilon:g}{', after the embedding too' if m.embed_layernorm else ''})"
     shared = m.moe_shared_expert_intermediate_size
     experts = f"{m.num_experts} experts of {m.expert_width}, {m.moe_router_topk} for each token"
     experts += f" and shared ones of {shared}" if shared else ""
     parts = [
         f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
         f"{', '.join(mixer.words for mixer in mixers_of(m))}",
-        f"{positions[m.position_embedding_type]}, {norm}, {activation}, {biases}, "
+        f"{positions[m.position_embedding_type]}, {m.normalization} ({m.norm_epsilon:g}), {activation}, {biases}, "
         f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",
         *([f"{experts}, in {count('experts')} layers"] if m.num_experts else []),
         *([f"window of {m.sliding_window} tokens in {count('window')} layers"] if m.sliding_window else []),

@@ -2,7 +2,7 @@
 keys and values (Llama Team 2024, section 3.3.2).
 
 Between the two swaps a rank has the whole sequence of its share of the heads, in order, so attention is computed as
-on one rank: masks, windows, documents, ALiBi, caps, dropout and backends are what they are. A swap is one all-to-all
+on one rank: masks, windows, documents, caps, dropout and backends are what they are. A swap is one all-to-all
 of rows, one for each rank; its gradient is the same exchange.
 
 Where there are several groups, their ranks have the queries of two chunks of the sequence, and gather the keys and

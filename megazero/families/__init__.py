@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megazero.families.bloom import BLOOM
 from megazero.families.dots1 import DOTS1
 from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, grouped_row
@@ -31,7 +30,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for family in (
             LLAMA,
             GPT,
-            BLOOM,
             QWEN2,
             QWEN3,
             MISTRAL,

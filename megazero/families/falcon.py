@@ -1,27 +1,33 @@
-"""Falcon (Almazrouei et al. 2023) in its three shapes: 7B, 40B with 180B and 11B, and the first ones with ALiBi."""
+"""Falcon (Almazrouei et al. 2023) in its two shapes: 7B, and 40B with 180B and 11B."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from megazero.families import bloom
 from megazero.families.config_json.field_groups import gelu
 from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.config_json.rotary_fields import ROTARY
-from megazero.families.family import FILLING_HEADS, PLAIN_LAYER, Family
+from megazero.families.family import FILLING_HEADS, PLAIN_LAYER, Family, TensorNames, qkv
 
-CHOICES = {"normalization": "LayerNorm", "swiglu": False}
-SEQUENTIAL, ONE_NORM, TWO_NORMS = "sequential", "parallel", "parallel-two-norms"
-NAMES = replace(
-    bloom.NAMES,
-    needs={
-        **PLAIN_LAYER,
-        **CHOICES,
-        "squared_relu": False,
-        "position_embedding_type": ("rope", "alibi"),
-        "transformer_block_type": (SEQUENTIAL, ONE_NORM),
+CHOICES = {"position_embedding_type": "rope", "normalization": "LayerNorm", "swiglu": False}
+ONE_NORM, TWO_NORMS = "parallel", "parallel-two-norms"
+NAMES = TensorNames(
+    model={
+        "embedding.tokens": "transformer.word_embeddings",
+        "head.norm": "transformer.ln_f",
+        "head": "lm_head",
     },
+    layer_prefix="transformer.h.",
+    layer={
+        "input_norm": "input_layernorm",
+        **qkv("self_attention.query_key_value"),
+        "attention.o_proj": "self_attention.dense",
+        "mlp.up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    },
+    fused="groups",
+    needs={**PLAIN_LAYER, **CHOICES, "squared_relu": False, "transformer_block_type": ONE_NORM},
     equal=FILLING_HEADS,
 )
 NAMES_OF_TWO_NORMS = replace(
@@ -31,17 +37,6 @@ NAMES_OF_TWO_NORMS = replace(
 )
 
 
-def _read_positions(config: Config) -> dict[str, Any]:
-    if config.get("alibi"):
-        return {"position_embedding_type": "alibi", "scaled_alibi": True}
-    return {**ROTARY.read(config), "scaled_alibi": False}
-
-
-def _write_positions(options: Any) -> dict[str, Any]:
-    alibi = options.position_embedding_type == "alibi"
-    return {"alibi": alibi, **({} if alibi else ROTARY.write(options))}
-
-
 def _read_bias(config: Config) -> dict[str, Any]:
     bias = bool(config.get("bias"))
     return {"add_bias_linear": bias, "add_attention_bias": bias}
@@ -49,19 +44,15 @@ def _read_bias(config: Config) -> dict[str, Any]:
 
 def _read_block(config: Config) -> dict[str, Any]:
     heads, norms = config.get("num_attention_heads"), config.get("num_ln_in_parallel_attn")
-    parallel, multi_query = config.get("parallel_attn", True), config.get("multi_query", True)
-    groups = config.get("num_kv_heads") or heads
+    multi_query, groups = config.get("multi_query", True), config.get("num_kv_heads") or heads
     if config.get("new_decoder_architecture"):
-        if not parallel:
-            raise ValueError("new_decoder_architecture without parallel_attn fails in transformers")
         block = ONE_NORM if norms == 1 else TWO_NORMS
         return {"transformer_block_type": block, "num_query_groups": groups}
     if norms == 2:
         raise ValueError("num_ln_in_parallel_attn = 2 without new_decoder_architecture fails in transformers")
     if not multi_query and groups != heads:
         raise ValueError(f"num_kv_heads = {groups} needs new_decoder_architecture (without it only {heads})")
-    block = ONE_NORM if parallel else SEQUENTIAL
-    return {"transformer_block_type": block, "num_query_groups": 1 if multi_query else heads}
+    return {"transformer_block_type": ONE_NORM, "num_query_groups": 1 if multi_query else heads}
 
 
 def _write_block(options: Any) -> dict[str, Any]:
@@ -70,10 +61,9 @@ def _write_block(options: Any) -> dict[str, Any]:
         options.num_attention_heads,
         options.transformer_block_type,
     )
-    new = block == TWO_NORMS or (block == ONE_NORM and groups not in (1, heads))
+    new = block == TWO_NORMS or groups not in (1, heads)
     return {
         "new_decoder_architecture": new,
-        "parallel_attn": block != SEQUENTIAL,
         "multi_query": groups == 1,
         "num_kv_heads": groups if new else heads,
         "num_ln_in_parallel_attn": (2 if block == TWO_NORMS else 1) if new else None,
@@ -84,7 +74,6 @@ FALCON = Family(
     name="falcon",
     defaults={
         **CHOICES,
-        "position_embedding_type": "rope",
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": False,
         "openai_gelu": False,
@@ -106,17 +95,12 @@ FALCON = Family(
         absent={"ffn_hidden_size": None, "max_position_embeddings": 2048, "norm_epsilon": 1e-5},
         tied=True,
         aliases={"n_embed": "hidden_size"},
+        only={"alibi": (False,), "parallel_attn": (True,)},
         groups=(
-            FieldGroup(("alibi", *ROTARY.names), _read_positions, _write_positions),
+            ROTARY,
             FieldGroup(("bias",), _read_bias, lambda options: {"bias": options.add_bias_linear}),
             FieldGroup(
-                (
-                    "new_decoder_architecture",
-                    "parallel_attn",
-                    "multi_query",
-                    "num_kv_heads",
-                    "num_ln_in_parallel_attn",
-                ),
+                ("new_decoder_architecture", "multi_query", "num_kv_heads", "num_ln_in_parallel_attn"),
                 _read_block,
                 _write_block,
             ),

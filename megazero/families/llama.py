@@ -25,13 +25,12 @@ DEFAULTS = {
     "swiglu": True,
     "add_bias_linear": False,
 }
-# embed_positions and embed_norm, which no Llama has, make these names express every mixture. Qwen3 and OLMo 2 have
-# norms of queries and keys. OLMo 2 has norms of outputs, and then none of inputs. Experts have the names of Qwen's.
+# embed_positions, which no Llama has, makes these names express every mixture. Qwen3 and OLMo 2 have norms of queries
+# and keys. OLMo 2 has norms of outputs, and then none of inputs. Experts have the names of Qwen's.
 NAMES = TensorNames(
     model={
         "embedding.tokens": "model.embed_tokens",
         "embedding.positions": "model.embed_positions",
-        "embedding.norm": "model.embed_norm",
         "head.norm": "model.norm",
         "head": "lm_head",
     },

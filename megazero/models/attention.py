@@ -1,6 +1,6 @@
 """Causal attention as ``Masking`` describes it: the backends that compute it, and which of them runs.
 
-With documents, windows or ALiBi no backend holds a mask of [s, s] for samples above DENSE_TOKENS: variable lengths
+With documents or windows no backend holds a mask of [s, s] for samples above DENSE_TOKENS: variable lengths
 (torch's, flash-attn) say where documents end, flex attention knows which blocks are hidden, and on CPUs samples are
 cut into pieces (attention_pieces.py).
 
@@ -110,7 +110,7 @@ def _by_torch(
         grouped = repeat > 1 and q.is_cuda and mask is None  # no kernel takes groups with a mask
         grouped = grouped and fused(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device, dropout)
         if repeat > 1 and not grouped:
-            # On a GPU so that a fused kernel runs: without copies fp32 and ALiBi mostly fall to the math kernel.
+            # On a GPU so that a fused kernel runs: without copies fp32 and masks mostly fall to the math kernel.
             # On the CPU copies are as fast as enable_gqa in fp32 (261 and 256 ms) and faster in bf16
             # (252 and 334 ms: 4 x 512 tokens, 16 heads over 4, width 64, one thread).
             k, v = (t.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for t in (k, v))
@@ -213,7 +213,6 @@ def _end_to_end(
                 causal=True,
                 window_size=(back, back if back < 0 else 0),
                 softcap=masking.cap,
-                alibi_slopes=None if masking.slopes is None else masking.slopes.float(),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
     return out.unflatten(0, (size, lengths[0])).transpose(0, 1)
@@ -259,22 +258,13 @@ def block_mask(masking: Masking, backend: str, length: int, like: Tensor) -> fle
     )
 
 
-def changed_scores(masking: Masking, keys: Tensor) -> Callable[..., Tensor] | None:
-    """Return what flex attention does to a scaled score of (sample, head, query, key): the cap, then ALiBi. ``keys``
-    are [b, kv heads, s, d].
-    """
-    cap, slopes, steps = masking.cap, masking.slopes, masking.steps
-    at = None if masking.queries is None else masking.positions(keys.shape[2], keys.device)
+def capped_scores(cap: float) -> Callable[..., Tensor] | None:
+    """Return what flex attention does to a scaled score of (sample, head, query, key), if anything."""
 
     def change(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if cap:
-            score = torch.tanh(score / cap) * cap
-        query = query if at is None else at[query]
-        if steps is not None:
-            return score + (steps[h, key] - steps[h, query])
-        return score if slopes is None else score + slopes[h] * (key - query)
+        return torch.tanh(score / cap) * cap
 
-    return change if cap or masking.biased else None
+    return change if cap else None
 
 
 def _by_flex(
@@ -283,7 +273,7 @@ def _by_flex(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     function: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex(q.is_cuda)
     out = function(
-        *(q, k, v, changed_scores(tables.masking, k), tables.made),
+        *(q, k, v, capped_scores(tables.masking.cap), tables.made),
         scale=tables.masking.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )

@@ -1,13 +1,13 @@
 """Attention in pieces, which holds no matrix of [s, s] and skips what no query sees.
 
 A piece is some queries of one sample and the keys that they see. A document is one piece, short neighbours share one,
-and where there is a window, ALiBi or a matrix of scores, pieces have at most BAND queries: windows cost s * w, and a
+and where there is a window or a matrix of scores, pieces have at most BAND queries: windows cost s * w, and a
 matrix lives only while its piece is computed. The backward computes scores again from the log of each row's sum (Dao
 et al. 2022), so between forward and backward there are q, k, v, the output and [b, heads, s].
 
     q, k, v, out   as in attention.py
     sums           [b, heads, s], the log of each row's sum of exponentials, in at least fp32
-    bias           [1 or heads, queries, keys], added to scores; -inf for keys that are not seen
+    bias           [queries, keys], added to scores; -inf for keys that are not seen
     pieces         int64 [n, 6] on the host: sample (-1: each one), first query, end of queries, first key, form, and
                    how far the queries lie before their position in the sample (Masking.queries). Padded with empty
                    ones, so that documents do not change its shape
@@ -35,7 +35,7 @@ def cut(masking: Masking, backend: str, length: int, like: Tensor) -> tuple[Tens
     """Return ``pieces`` of samples of ``length`` tokens, and ``starts`` where they are computed. The kernel of "math"
     has a matrix for each piece.
     """
-    bounded = backend == "math" or masking.biased or masking.window is not None
+    bounded = backend == "math" or masking.window is not None
     rows, most, before = list[tuple[int, ...]](), 0, 0
     for chunk in masking.chunks(length):
         starts = [[0]]
@@ -75,7 +75,7 @@ def _banded(
     bounded = bounded or begin < first
     for query in range(first, end, BAND) if bounded else (first,):
         stop, key = min(query + BAND, end) if bounded else end, max(begin, query - back + 1)
-        biased = masking.biased or key < query or stop - query > back
+        biased = key < query or stop - query > back
         yield query, stop, key, MIXED if inside else BIASED if biased else CAUSAL
 
 
@@ -84,7 +84,7 @@ def by_pieces(
 ) -> Tensor:
     masking, matrix = tables.masking, tables.backend == "math"
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # else flash is silently wrong
-    scores = (masking.slopes, masking.steps, masking.scale, masking.cap, masking.window)
+    scores = (masking.scale, masking.cap, masking.window)
     return _pieces(q, k, v, *tables.made, *scores, dropout, key, matrix)[0]
 
 
@@ -102,29 +102,23 @@ class _Piece(NamedTuple):
         return x[at, self.sample].unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
 
 
-def _each(q: Tensor, k: Tensor, pieces: Tensor, masking: Masking, every: bool) -> Iterator[_Piece]:
+def _each(q: Tensor, pieces: Tensor, masking: Masking, every: bool) -> Iterator[_Piece]:
     """Yield the pieces with their bias, or None for one that only is causal, unless ``every`` one needs it."""
     rows = [row for row in pieces.tolist() if row[2]]
     back = max(row[1] - row[3] for row in rows)
-    most = max(row[2] - row[1] for row in rows if every or row[4]) if every or any(r[4] for r in rows) else 0
-    # Distances alone decide it, so bands share one. Scaled ALiBi is rounded at each position.
-    common = masking.bias(range(back, back + most), range(back + most), q) if masking.steps is None else None
+    most = max((row[2] - row[1] for row in rows if every or row[4] != CAUSAL), default=0)
+    common = masking.bias(range(back, back + most), range(back + most), q)  # distances alone decide it
     for number, (of, first, end, start, form, before) in enumerate(rows):
         own = slice(first - before, end - before)
         for sample in range(q.shape[1]) if of < 0 else (of,):
             bias: Tensor | None = None
             if every or form != CAUSAL:
-                bias = (
-                    masking.bias(range(first, end), range(start, end), q)
-                    if common is None
-                    else common[:, : end - first, back - first + start : back + end - first]
-                )
-            if form == MIXED:
-                assert bias is not None and masking.starts is not None
-                begins = masking.starts[sample, own, None]
-                bias = bias.masked_fill(torch.arange(start, end, device=q.device) < begins, -torch.inf)
-            if bias is not None:
-                bias = bias.unflatten(0, (k.shape[2], -1) if len(bias) > 1 else (1, 1))
+                bias = common[: end - first, back - first + start : back + end - first]
+                if form == MIXED:
+                    assert masking.starts is not None
+                    begins = masking.starts[sample, own, None]
+                    bias = bias.masked_fill(torch.arange(start, end, device=q.device) < begins, -torch.inf)
+                bias = bias[None, None]
             yield _Piece(sample, own, slice(start, end), bias, (number, sample))
 
 
@@ -135,8 +129,6 @@ def _pieces(
     v: Tensor,
     pieces: Tensor,
     starts: Tensor | None,
-    slopes: Tensor | None,
-    steps: Tensor | None,
     scale: float,
     cap: float,
     window: int | None,
@@ -147,10 +139,10 @@ def _pieces(
     """Return ``out`` and ``sums``. One operator, so that torch.compile neither unrolls pieces nor sees how many there
     are. matrix: by products of matrices, else by torch's flash attention for CPUs.
     """
-    masking = Masking(scale, cap, window, starts, slopes, steps)
+    masking = Masking(scale, cap, window, starts)
     out, groups = torch.empty_like(q, memory_format=torch.contiguous_format), k.shape[2]
     sums = q.new_empty((*q.shape[1:3], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    for piece in _each(q, k, pieces, masking, matrix):
+    for piece in _each(q, pieces, masking, matrix):
         own_q = piece.take(q, piece.queries, groups)
         own_k, own_v = (piece.take(x, piece.keys, groups) for x in (k, v))
         if matrix:
@@ -177,8 +169,6 @@ def _pieces_backward(
     v: Tensor,
     pieces: Tensor,
     starts: Tensor | None,
-    slopes: Tensor | None,
-    steps: Tensor | None,
     scale: float,
     cap: float,
     window: int | None,
@@ -187,11 +177,11 @@ def _pieces_backward(
     matrix: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. Pieces that share keys add theirs in at least fp32."""
-    masking, groups = Masking(scale, cap, window, starts, slopes, steps), k.shape[2]
+    masking, groups = Masking(scale, cap, window, starts), k.shape[2]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
-    for piece in _each(q, k, pieces, masking, matrix):
+    for piece in _each(q, pieces, masking, matrix):
         own_q, own_out, own = (piece.take(x, piece.queries, groups) for x in (q, out, gradient))
         own_k, own_v = (piece.take(x, piece.keys, groups) for x in (k, v))
         row_sums = sums[piece.sample, :, piece.queries].unflatten(0, (groups, -1))
@@ -226,15 +216,15 @@ def _(gradient: Tensor, out: Tensor, sums: Tensor, *inputs: Any) -> tuple[Tensor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:7])
-    ctx.scores = inputs[7:]
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.scores = inputs[5:]
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
     out, sums, *inputs = ctx.saved_tensors
     found = _pieces_backward(gradient, out, sums, *inputs, *ctx.scores)
-    return (*found, *([None] * 10))
+    return (*found, *([None] * 8))
 
 
 _pieces.register_autograd(_differentiate, setup_context=_keep)

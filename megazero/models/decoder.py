@@ -51,7 +51,7 @@ _EMBEDDING_WEIGHT = "embedding.tokens.weight"
 
 
 class Embedding(nn.Module):
-    """Token embedding, with learned positions and a norm where the configuration has them."""
+    """Token embedding, with learned positions where the configuration has them."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, cp: ContextParallel, **factory: Any) -> None:
         super().__init__()
@@ -63,7 +63,6 @@ class Embedding(nn.Module):
             if config.position_embedding_type == "learned_absolute"
             else None
         )
-        self.norm = make_norm(config, **factory) if config.embed_layernorm else None
 
     def forward(
         self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
@@ -86,8 +85,6 @@ class Embedding(nn.Module):
                 x = x + self.cp.own(self.positions[:length])[own].unsqueeze(1)
             else:
                 x = x + F.embedding(documents.position_ids.t()[own], self.positions)
-        if self.norm is not None:
-            x = self.norm(x)
         if dropout_key is None or not self.training:
             return x
         key = sharded_key((dropout_key, _EMBEDDING, 0), self.tp, self.cp, sharded=self.tp.sharded_sequence)
@@ -198,7 +195,7 @@ class Decoder(nn.Module):
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))
         factory = {"device": device, "dtype": dtype}
-        self.positions = Positions(config, tp, attention_backend, cp)
+        self.positions = Positions(config, attention_backend, cp)
         first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
         self.embedding = Embedding(config, tp, cp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.

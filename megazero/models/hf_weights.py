@@ -65,7 +65,7 @@ def _experts_apart(config: ModelConfig) -> int:
 def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Map the name of each tensor of the model to its name in ``shapes``, which maps the names there to shapes.
 
-    Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2 and BLOOM. A tied head
+    Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2. A tied head
     may be present too.
     Raises ValueError listing every missing, unexpected or misshapen tensor, and every one under two names.
     """

@@ -1,4 +1,4 @@
-"""Tables of rotary positions and of attention, with ALiBi (Press et al. 2022), made before the layers that use them.
+"""Tables of rotary positions and of attention, made before the layers that use them.
 
 Layers receive them as arguments, so a layer is a function of its inputs: a recompute sees the same tensors, and
 torch.compile traces no cache.
@@ -6,7 +6,6 @@ torch.compile traces no cache.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.config.model.attention import ALIBI, wants_of
+from megazero.config.model.attention import wants_of
 from megazero.config.model.mixers import MIXERS
 from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel
@@ -22,15 +21,6 @@ from megazero.families.layer_kinds import LayerKind
 from megazero.models.attention import choose, make_tables
 from megazero.models.masking import AttentionTables, Masking
 from megazero.models.rotary import channel_cosines, rotary_tables
-from megazero.tp import TensorParallel
-
-
-def alibi_slopes(num_heads: int) -> Tensor:
-    """Return the slope of each head, fp64 [num_heads]. If that is no power of two, they are as in BLOOM."""
-    power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
-    return torch.tensor(slopes, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -76,11 +66,10 @@ class Positions:
     def __init__(
         self,
         config: ModelConfig,
-        tp: TensorParallel,
         backend: str = "auto",
         cp: ContextParallel | None = None,
     ) -> None:
-        self.config, self.tp, self.backend, self.cp = config, tp, backend, cp or ContextParallel()
+        self.config, self.backend, self.cp = config, backend, cp or ContextParallel()
         self._like: Hashable = None
         self._kept: dict[Hashable, Any] = {}
 
@@ -140,33 +129,14 @@ class Positions:
         )
 
         def made() -> AttentionTables:
-            slopes, steps = (
-                _once(self._kept, "alibi", lambda: self._alibi(length, like))
-                if ALIBI in wants
-                else (None, None)
-            )
             scale, cap = MIXERS[kind.mixer](config).heads.scale, config.attn_logit_softcapping
             queries = None if chunks is None else tuple(chunks)
-            masking = Masking(scale, cap, window, documents.starts, slopes, steps, queries)
+            masking = Masking(scale, cap, window, documents.starts, queries)
             return make_tables(masking, backend, length, like)
 
         return _once(
             self._kept if documents.starts is None else packed, ("attention", kind.mixer, window), made
         )
-
-    def _alibi(self, length: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the slopes of this rank's heads, or scaled ALiBi's steps, as in Masking."""
-        heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
-        of_tp = alibi_slopes(self.config.num_attention_heads)[
-            self.tp.rank * heads : (self.tp.rank + 1) * heads
-        ]
-        slopes = of_tp.chunk(self.cp.heads.size)[self.cp.heads.rank].to(like.device)
-        wide = torch.promote_types(like.dtype, torch.float32)
-        if not self.config.scaled_alibi:
-            return slopes.to(wide), None
-        # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
-        steps = (slopes.bfloat16()[:, None] * torch.arange(length, device=like.device)).to(wide)
-        return None, steps * self.config.attention_scale
 
 
 def _once(made: dict[Hashable, Any], name: Hashable, compute: Callable[[], Any]) -> Any:

@@ -83,11 +83,11 @@ def _piece(
     heads: those of this rank between the swaps. matrix: by matrices of scores. chunks: as for ``wants_of``.
     """
     model, wide = config.model, max(width, 4)
-    length, alibi = model.seq_length, model.position_embedding_type == "alibi"
+    length = model.seq_length
     back = max(min(kind.window or length, length) for kind in layer_kinds(model, layer.places))
-    whole = matrix or alibi or chunks or back < length  # else only short documents share a bias
+    whole = matrix or chunks or back < length  # else only short documents share a bias
     queries, keys = min(BAND, length), min(back + BAND, length) if whole else min(BAND, length)
-    bias = queries * keys * ((heads if alibi else 1) * width + 1)  # with whether a key is hidden
+    bias = queries * keys * (width + 1)  # with whether a key is hidden
     # Scores, their softmax, and the gradients of both; tanh of capped ones.
     held = (5 if model.attn_logit_softcapping else 4) if matrix else 0
     return held * queries * heads * length * wide + bias
@@ -205,17 +205,12 @@ def _head(
 
 def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
     """Return the elements of the masks that a rank with these layers holds, if its backend needs them."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    alibi, packed = model.position_embedding_type == "alibi", config.data.reset_attention_mask
+    model, packed = config.model, config.data.reset_attention_mask
     kinds = {kind.window for kind in layer_kinds(model, layers)}
     windows = {window if window and window < model.seq_length else None for window in kinds}
-    if not (alibi or packed):  # torch's kernels need no mask to be causal
+    if not packed:  # torch's kernels need no mask to be causal
         windows.discard(None)
-    heads = model.num_attention_heads / (
-        tp * config.parallel.context_parallel_size
-    )  # none has chunks of queries
-    each = (heads if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
-    return len(windows) * each * model.seq_length**2
+    return len(windows) * (config.batch.micro_batch_size if packed else 1) * model.seq_length**2
 
 
 def _backend(config: RunConfig, width: int, on_host: bool, chunks: bool) -> str:

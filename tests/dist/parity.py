@@ -286,7 +286,7 @@ def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
 def gradient_errors(model: Model, got: Tensors, want: Tensors) -> dict[str, float]:
     """||difference|| / max(||g||, floor x global norm), by parameter."""
     total = np.sqrt(sum(np.sum(g**2) for g in want.values()))
-    noise = "k_proj.bias" if model.dtype == "fp32" and model.family in ("gpt", "bloom") else "none"
+    noise = "k_proj.bias" if model.dtype == "fp32" and model.family == "gpt" else "none"
     floors = {name: FLOOR_OF_FP32_NOISE if name.endswith(noise) else FLOOR for name in want}
     return {
         name: float(np.linalg.norm(got[name] - g) / max(np.linalg.norm(g), floors[name] * total))

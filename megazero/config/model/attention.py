@@ -11,23 +11,21 @@ from dataclasses import dataclass
 from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 
-DENSE_TOKENS = 2048  # the longest sample for which a mask [b, heads or 1, s, s] is made
+DENSE_TOKENS = 2048  # the longest sample for which a mask [b or 1, 1, s, s] is made
 BAND = 256  # queries of a piece that has a matrix of scores or a bias (models/attention_pieces.py)
-DOCUMENTS, WINDOWS, ALIBI, SCALED_ALIBI = "documents", "windows", "ALiBi", "scaled ALiBi"
-CAPS, DROPOUT, CHUNKS = "capped scores", "dropout", "chunks of queries"
+DOCUMENTS, WINDOWS, CAPS = "documents", "windows", "capped scores"
+DROPOUT, CHUNKS = "dropout", "chunks of queries"
 ODD_HEADS = "heads whose width is no multiple of 8 or above 256"
 # Where each want comes from, for errors.
 ASKED_BY = {
     DOCUMENTS: "--reset-attention-mask",
     WINDOWS: "--sliding-window",
-    ALIBI: "--position-embedding-type alibi",
-    SCALED_ALIBI: "--scaled-alibi",
     CAPS: "--attn-logit-softcapping",
     DROPOUT: "--attention-dropout",
     ODD_HEADS: "--kv-channels",
     CHUNKS: "--context-parallel-size: ranks that gather keys",
 }
-_MASKS = frozenset({DOCUMENTS, WINDOWS, ALIBI, SCALED_ALIBI})
+_MASKS = frozenset({DOCUMENTS, WINDOWS})
 PLAIN = frozenset({DROPOUT, ODD_HEADS})  # what torch's causal attention takes
 Wants = frozenset[str]
 
@@ -61,12 +59,8 @@ _ALL = (16, 32, 64)
 BACKENDS = (
     Backend("flash", "cpu", (_MASKS | {ODD_HEADS, CHUNKS},), _ALL),
     Backend("math", "cpu", (_MASKS | PLAIN | {CAPS, CHUNKS},), _ALL),
-    Backend("flash", "cuda", (frozenset({DOCUMENTS, WINDOWS, CHUNKS}), PLAIN)),
-    Backend(
-        "flash-attn",
-        "cuda",
-        tuple(frozenset({DOCUMENTS, WINDOWS, ALIBI, CHUNKS, each}) for each in (CAPS, DROPOUT)),
-    ),
+    Backend("flash", "cuda", (_MASKS | {CHUNKS}, PLAIN)),
+    Backend("flash-attn", "cuda", tuple(_MASKS | {CHUNKS, each} for each in (CAPS, DROPOUT))),
     Backend("flex", "cuda", (_MASKS | {CAPS, ODD_HEADS, CHUNKS},), (16, 32)),
     Backend("efficient", "cuda", (_MASKS | PLAIN,), (16, 32), dense=True),
     Backend("cudnn", "cuda", (frozenset({DROPOUT}),)),
@@ -84,12 +78,10 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, ch
     """
     if window is None:
         window = model.sliding_window is not None and model.sliding_window < model.seq_length
-    alibi, every = model.position_embedding_type == "alibi", [mixer.heads for mixer in mixers_of(model)]
+    every = [mixer.heads for mixer in mixers_of(model)]
     held = {
         DOCUMENTS: documents,
         WINDOWS: window,
-        ALIBI: alibi,
-        SCALED_ALIBI: alibi and model.scaled_alibi,
         CAPS: bool(model.attn_logit_softcapping),
         DROPOUT: bool(model.attention_dropout),
         ODD_HEADS: any(width % 8 or width > 256 for heads in every for width in (heads.width, heads.values)),
@@ -148,6 +140,6 @@ def planned(
 
 
 def needs_mask(model: ModelConfig, backend: str, documents: bool) -> bool:
-    """Tell whether ``backend`` holds a mask [b, heads or 1, s, s]."""
+    """Tell whether ``backend`` holds a mask [b or 1, 1, s, s]."""
     dense = {each.name for each in BACKENDS if each.dense}
     return backend in dense and bool(wants_of(model, documents) & _MASKS)

@@ -47,7 +47,7 @@ class ModelConfig(MixerOptions):
     )
     max_position_embeddings: int = option(MISSING, "longest sequence (default: --seq-length)", low=1)
     position_embedding_type: str = option(
-        MISSING, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
+        MISSING, "how positions enter (by family)", choices=("rope", "learned_absolute")
     )
     rotary_base: float = option(10000.0, "base of rotary frequencies", above=0)
     rotary_percent: float = option(
@@ -127,11 +127,6 @@ class ModelConfig(MixerOptions):
         "layers without rotary positions: every N-th (SmolLM3), or a number per layer, 1 for one without",
         needs=ROPE,
     )
-    scaled_alibi: bool = option(
-        False,
-        "ALiBi is added before scores are scaled, in bf16 (Falcon; by family)",
-        needs="position_embedding_type = alibi",
-    )
     sliding_window: int | None = option(
         None,
         "tokens that attention looks back through, its own included (default: all)",
@@ -172,7 +167,6 @@ class ModelConfig(MixerOptions):
     untie_embeddings_and_output_weights: bool = option(
         MISSING, "a head with its own weights, else the embedding's (by family)"
     )
-    embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
     scale_embeddings: bool = option(
         False, "tokens' embeddings are multiplied by sqrt(hidden), rounded to their dtype (Gemma; by family)"
     )

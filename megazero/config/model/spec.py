@@ -95,11 +95,7 @@ class ModelSpec:
     @cached_property
     def embedding(self) -> ModuleSpec:
         c = self.config
-        parameters = (
-            *_positions(c),
-            _words(c, "tokens.weight"),
-            *(norm(c, "norm") if c.embed_layernorm else ()),
-        )
+        parameters = (*_positions(c), _words(c, "tokens.weight"))
         return ModuleSpec(EMBEDDING, parameters, inputs=0, outputs=1)
 
     @cached_property

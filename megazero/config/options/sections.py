@@ -549,9 +549,6 @@ class DataConfig:
     reset_position_ids: bool = option(
         False,
         "positions begin at 0 after every end-of-document token",
-        # ALiBi's distances are those within a document wherever attention stays in it.
-        needs="position_embedding_type != alibi or reset_attention_mask: --reset-attention-mask, or positions other "
-        "than ALiBi",
         small=KEPT,
         resume=UPDATE,
     )

@@ -68,6 +68,7 @@ DECIDING: Mapping[str, Collection[Any]] = {
             "use_glm_rope",
             "rope_scaling_type",
             "square_alibi_mask",
+            "embed_layernorm",
             "share_kvstates",
             "multi_head_latent_attention",
         ),

@@ -38,7 +38,6 @@ NAMES = TensorNames(
         "position_embedding_type": ("rope", "learned_absolute"),
         "qk_norm": ("none", "head"),
         "transformer_block_type": "sequential",
-        "embed_layernorm": False,
     },
 )
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

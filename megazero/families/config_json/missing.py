@@ -44,6 +44,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("sinks of attention",),
     "dbrx": (EXPERTS,),
+    "bloom": ("ALiBi, with which nobody has pretrained since 2023",),
     "mamba*": (STATE_SPACE,),
     "rwkv*": (RECURRENT,),
     "xlstm": (RECURRENT,),

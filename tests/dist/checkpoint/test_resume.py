@@ -21,8 +21,7 @@ from tests.sizes import TINY
 
 NODES = {"ranks_per_node": 2}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-GPT = {"model_family": "gpt", "num_query_groups": 8}
-BLOOM = {"model_family": "bloom", "num_query_groups": 8}
+GPT, NEOX = ({"model_family": family, "num_query_groups": 8} for family in ("gpt", "gpt_neox"))
 RAMP = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 16}  # 4, 4, 8, 12, 12, 16, ...
 TIED = {"untie_embeddings_and_output_weights": False}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -69,7 +68,7 @@ SAME = {
             **DROPOUT,
         },
     ),
-    "tp 4, bloom, bf16": (4, {**TP4, "params_dtype": "bf16", **BLOOM, "hidden_dropout": 0.1}),
+    "tp 4, gpt, bf16": (4, {**TP4, "params_dtype": "bf16", **GPT, "hidden_dropout": 0.1}),
     "gpipe, sgd, dropout, ramp-up": (
         2,
         pipeline(2, pipeline_schedule="gpipe", optimizer="sgd", **DROPOUT, **RAMP),
@@ -237,11 +236,11 @@ def test_a_run_goes_on_on_every_other_layout(tmp_path: Path, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [TIED, GPT, {**BLOOM, **TIED}], ids=["tied", "gpt", "bloom, tied"])
+@pytest.mark.parametrize("model", [TIED, GPT, {**NEOX, **TIED}], ids=["tied", "gpt", "gpt_neox, tied"])
 def test_models_that_store_their_matrices_otherwise_go_on_on_other_layouts(
     tmp_path: Path, model: dict
 ) -> None:
-    """GPT stores fused and transposed matrices, BLOOM fused ones; both tie their embeddings."""
+    """GPT stores fused and transposed matrices, GPT-NeoX fused ones; both tie their embeddings."""
     assert not relayout(tmp_path, PAIRS[3::11], model)
 
 

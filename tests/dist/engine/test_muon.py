@@ -107,7 +107,7 @@ def faults(case: Case, ranks: Sequence[parity.Outcome]) -> Iterator[str]:
     final = parity.assemble(case, ranks, "final")
     # A key bias without rotary positions shifts all scores of a query alike: its gradient is noise, which AdamW makes
     # steps of full size of.
-    noise = "k_proj.bias" if case.family in ("gpt", "bloom") else "none"
+    noise = "k_proj.bias" if case.family == "gpt" else "none"
     for name, weights in want.final.items():
         if name.endswith(noise):
             continue

@@ -41,7 +41,7 @@ def check(cases: Sequence[Case], backend: str = "aot_eager") -> None:
 
 
 PLAIN = Case(1, 2, 2, "zero3", None, False, 3, True, "odd", "none", "fp32", "llama")
-TENSOR = Case(2, 1, 2, "ddp", None, True, 1, False, "odd", "selective", "fp64", "bloom")
+TENSOR = Case(2, 1, 2, "ddp", None, True, 1, False, "odd", "selective", "fp64", "gpt")
 SPLIT = replace(
     TENSOR, tp=1, sequence_parallel=False, pp=2, schedule="zb-h1", recompute="full", micro_batches=3
 )

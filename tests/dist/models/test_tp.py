@@ -23,15 +23,14 @@ from tests.dist.pool import RankError, run_ranks
 from tests.messages import refused
 from tests.sizes import DECODER
 
-GPT, BLOOM = ({**DECODER, "num_query_groups": 8, "model_family": family} for family in ("gpt", "bloom"))
+GPT = {**DECODER, "num_query_groups": 8, "model_family": "gpt"}
 FAMILIES = {
     "llama": make_model(**DECODER),
     "llama-two-key-heads": make_model(**{**DECODER, "num_query_groups": 2}, add_qkv_bias=True),
     "gpt": make_model(**GPT),
     "gpt-untied": make_model(**{**GPT, "vocab_size": 96}, untie_embeddings_and_output_weights=True),
-    "bloom": make_model(**BLOOM),
 }
-RECOMPUTE = {"llama-two-key-heads": "selective", "bloom": "full"}
+RECOMPUTE = {"llama-two-key-heads": "selective", "gpt": "full"}
 
 
 def context(sequence_parallel: bool) -> TensorParallel:

@@ -119,7 +119,7 @@ def _drawn(draw: random.Random, place: Place, schedule: tuple[str, int], tied: b
         layers=layers,
     )
     # In fp64 alone: 6 layers and more, and GPT. There one fp32 rank is itself 7e-7 (GPT of 4 layers) to 1.0e-6 (of 7)
-    # from one in fp64, no room for a bound of 1e-6; Llama and BLOOM of 4 and 5 layers are 6e-7 from it. And 1e-10 in
+    # from one in fp64, no room for a bound of 1e-6; Llama of 4 and 5 layers is 6e-7 from it. And 1e-10 in
     # fp64 sees more.
     return replace(case, dtype="fp64") if case.family == "gpt" else case
 

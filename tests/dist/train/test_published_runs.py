@@ -95,8 +95,7 @@ def test_a_published_run_trains(name: str, files: dict[str, str], tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_runs_train(name: str, files: dict[str, str], tmp_path: Path) -> None:
-    iterations = 4 * MANY if name == "BLOOM 176B" else MANY  # of a learning rate of 6e-5
-    check(words_of(name, files, tmp_path, iterations), PUBLISHED[name].ranks, iterations, 0.02)
+    check(words_of(name, files, tmp_path, MANY), PUBLISHED[name].ranks, MANY, 0.02)
 
 
 # -- the scripts of pretrain/slurm --------------------------------------------------------------------
@@ -105,12 +104,6 @@ SAMPLES = "--train-samples {0} --lr-decay-samples {0} --lr-warmup-samples 8"
 TOKENS = f"--train-tokens {512 * FEW} --lr-decay-tokens {512 * FEW} --lr-warmup-tokens 512"
 # script: (nodes that it asks for, kind of data, what replaces its sizes)
 SCRIPTS = {
-    "bloom-176b": (
-        48,
-        "huggingface",
-        f"{SMALL} {SAMPLES.format(8 * FEW)} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-        "--rampup-batch-size 4 4 8 --pad-vocab-size-to 1024 --lr 1e-3",  # its own, 6e-5, would take 24 iterations
-    ),
     "llama-8b-zeropp": (
         4,
         "huggingface",
@@ -123,11 +116,10 @@ SCRIPTS = {
 
 def script(name: str, data: str, files: dict[str, str]) -> list[str]:
     """The flags that a script hands on to pretrain.sbatch."""
-    paths = {"DATA_PATH": data, "TRAIN": f"0.7 {data} 0.3 {data}", "VALID": data}
     submit = {"SUBMIT": "printf %s\\0"}
     done = subprocess.run(
         [str(ROOT / "pretrain" / "slurm" / f"{name}.sh")],
-        env={**os.environ, **files, **paths, **submit},
+        env={**os.environ, **files, "DATA_PATH": data, **submit},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -137,9 +129,7 @@ def script(name: str, data: str, files: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "bloom-176b")) for name in SCRIPTS]
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_that_people_copy_trains(name: str, files: dict[str, str], tmp_path: Path) -> None:
     """As it stands it fits the nodes that it asks for; with small sizes its flags train here."""
     nodes, kind, sizes = SCRIPTS[name]
@@ -149,7 +139,7 @@ def test_a_script_that_people_copy_trains(name: str, files: dict[str, str], tmp_
     words = script(name, files[f"data of {kind}"], given)
     world = World(8 * nodes, 8)
     whole = begun(parse([*words, "--save", "c", "--load", "c", "--log-dir", "l"], world), world)
-    assert whole.data_parallel_size(world) == {48: 8, 4: 32, 2: 8}[nodes]
+    assert whole.data_parallel_size(world) == {4: 32, 2: 8}[nodes]
     assert export_note(whole) is None
     folders = ["--save", str(tmp_path / "c"), "--load", str(tmp_path / "c"), "--log-dir", str(tmp_path / "l")]
     check([*words, *folders, *sizes.split(), "--device", "cpu"], 4, FEW, 0.0)

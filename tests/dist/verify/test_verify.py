@@ -27,7 +27,7 @@ LLAMA = (
 )
 # Tensors, stages, sequence slices and tied ends at once.
 GRID = (
-    f"{LLAMA} --model-family bloom --num-query-groups 16 --tensor-model-parallel-size 2 --sequence-parallel "
+    f"{LLAMA} --model-family gpt --num-query-groups 16 --tensor-model-parallel-size 2 --sequence-parallel "
     "--pipeline-model-parallel-size 2"
 )
 TENSORS = f"{LLAMA} --tensor-model-parallel-size 2"
@@ -222,7 +222,7 @@ def test_ranks_that_fail_are_named_and_replaced() -> None:
     [
         ("llama-7b-zero1", 8, 4),
         ("llama-13b-zeropp", 8, 4),
-        ("bloom-7b1-zb", 8, 8),
+        ("gpt-6b7-zb", 8, 8),
         ("gpt-1b3-hpz", 4, 2),
         ("llama-70b-64-nodes", 1024, 16),
     ],

@@ -28,7 +28,7 @@ CHOICES = (
     "--position-embedding-type rope --rotary-base 500000 --rotary-percent 0.5 --use-rope-scaling "
     "--rope-scaling-factor 4 --rotary-low-freq-factor 2 --rotary-high-freq-factor 5 "
     "--rotary-original-max-position 64 --disable-bias-linear --add-qkv-bias "
-    "--untie-embeddings-and-output-weights --embed-layernorm"
+    "--untie-embeddings-and-output-weights"
 )
 
 
@@ -101,6 +101,14 @@ def test_what_is_not_said_comes_from_the_checkpoint(tmp_path):
         ({"model": {"num_layers": "x"}}, "model.num_layers takes a whole number, got 'x'"),
         ({"model": []}, "section model holds [], not names and values"),
         (
+            {"model": {"position_embedding_type": "alibi"}},
+            "position_embedding_type alibi was removed: BLOOM",
+        ),
+        (
+            {"model": {"embed_layernorm": True}},
+            "model.embed_layernorm True was removed: BLOOM",
+        ),
+        (
             {"zero": {"zero_gradient_bits": "x", "zero_preset": "zeropp"}},
             "zero.zero_gradient_bits takes a whole",
         ),
@@ -114,7 +122,7 @@ def test_a_stored_configuration_that_is_none_is_an_error(tmp_path, stored, text)
         assert line.startswith(f"--load {tmp_path}: the configuration in") and text in line
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_the_family_and_learned_positions_come_along(tmp_path, family):
     before = run(f"{MODEL} --model-family {family} --max-position-embeddings 40")
     save(tmp_path, before)

@@ -18,7 +18,7 @@ from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
 from megazero.train.outputs import export_note
 from megazero.verify.shrink import shrink
-from tests.family_models import BLOOM, FALCON, GPT2, LLAMA, NEOX, VARIANTS, transformers
+from tests.family_models import FALCON, GPT2, LLAMA, NEOX, VARIANTS, transformers
 from tests.messages import refused
 from tests.unit.config.command_lines import WORLD, rows, run
 
@@ -158,13 +158,6 @@ PUBLISHED = {
         | {"vocab_size": 50304, "tie_word_embeddings": False},
         "gpt_neox",
     ),
-    "bloom": (
-        {"model_type": "bloom", "n_embed": 14336, "n_layer": 70, "num_attention_heads": 112, "n_inner": None}
-        | {"vocab_size": 250880, "seq_length": 2048, "masked_softmax_fusion": True, "offset_alibi": 100}
-        | {"apply_residual_connection_post_layernorm": False, "unk_token_id": 0, "skip_bias_add": True}
-        | {"layer_norm_epsilon": 1e-05, "attention_softmax_in_fp32": True, "bias_dropout_fusion": True},
-        "bloom",
-    ),
     "falcon-40b": (
         {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128}
         | {"num_kv_heads": 8, "new_decoder_architecture": True, "parallel_attn": True, "alibi": False}
@@ -212,7 +205,7 @@ def split(typed):
 
 
 def config_of(family: str, **changes) -> dict:
-    values = {"GPT2": GPT2, "Bloom": BLOOM, "GPTNeoX": NEOX, "Falcon": FALCON}.get(family, LLAMA)
+    values = {"GPT2": GPT2, "GPTNeoX": NEOX, "Falcon": FALCON}.get(family, LLAMA)
     return {**getattr(transformers, f"{family}Config")(**values).to_dict(), **changes}
 
 
@@ -220,6 +213,7 @@ def config_of(family: str, **changes) -> dict:
 FIELDS = """
 Llama {"model_type": "arcee"} -> model_type = 'arcee'
 Llama {"model_type": "mpt"} -> model_type = 'mpt'
+Llama {"model_type": "bloom"} -> model_type = 'bloom'; ALiBi; 2023
 Llama {"hidden_size": "2"} -> hidden_size; text; '2'
 Llama {"num_hidden_layers": [2]} -> num_hidden_layers
 GPT2 {"n_embd": "x"} -> n_embd; whole number; 'x'
@@ -279,8 +273,8 @@ GPT2 {"add_cross_attention": True} -> add_cross_attention = True
 GPT2 {"activation_function": "relu"} -> activation_function = 'relu'
 GPT2 {"scale_attn_by_inverse_layer_idx": True} -> scale_attn_by_inverse_layer_idx = True
 GPT2 {"hidden_size": 64} -> hidden_size = 64
-Bloom {"n_inner": 100} -> n_inner = 100
-Falcon {"new_decoder_architecture": True, "parallel_attn": False} -> new_decoder_architecture; parallel_attn; fails
+Falcon {"alibi": True} -> alibi = True; False
+Falcon {"parallel_attn": False} -> parallel_attn = False; True
 Falcon {"num_ln_in_parallel_attn": 2} -> num_ln_in_parallel_attn = 2
 Falcon {"multi_query": False, "num_kv_heads": 2} -> num_kv_heads = 2
 Qwen3Moe* {"num_experts": 4} -> num_experts = 4
@@ -365,9 +359,9 @@ def test_what_an_absent_field_means_and_which_may_not_be():
     assert model.hidden_dropout == 0.1 and model.untie_embeddings_and_output_weights
     with pytest.raises(ValueError, match="hidden_size is missing; intermediate_size is missing"):
         from_hf_config({n: v for n, v in few.items() if n not in ("hidden_size", "intermediate_size")})
-    bloom = from_hf_config({n: v for n, v in PUBLISHED["bloom"][0].items() if n != "seq_length"})
-    assert (bloom.hidden_size, bloom.num_attention_heads, bloom.ffn_hidden_size) == (14336, 112, 57344)
-    assert bloom.max_position_embeddings == 2048 and not bloom.untie_embeddings_and_output_weights
+    falcon = from_hf_config(PUBLISHED["falcon-40b"][0])
+    assert (falcon.hidden_size, falcon.ffn_hidden_size, falcon.max_position_embeddings) == (8192, 32768, 2048)
+    assert not falcon.untie_embeddings_and_output_weights
     mistral = from_hf_config({**few, "model_type": "mistral", "num_attention_heads": 8})
     assert mistral.sliding_window == 4096 and mistral.num_query_groups == 8
     assert from_hf_config({**few, "model_type": "qwen3", "num_key_value_heads": 2}).kv_channels == 128
@@ -464,15 +458,12 @@ olmo3 {"sliding_window": 8, "rotary_base": 500000.0, "rotary_window_base": 50000
 llama {"sliding_window": 8, "window_attn_skip_freq": (0, 0)} -> --window-attn-skip-freq 1
 gpt {"swiglu": True} -> --position-embedding-type learned_absolute; --normalization LayerNorm
 gpt {"openai_gelu": False} -> gpt
-bloom {"openai_gelu": False} -> bloom; --openai-gelu off
-bloom {"ffn_hidden_size": 100} -> bloom; --ffn-hidden-size 100
 llama {"normalization": "LayerNorm"} -> llama; --normalization LayerNorm
 llama {"kv_channels": 20, "hidden_size": 46, "ffn_hidden_size": 80} -> mistral
 olmo2 {"kv_channels": 16} -> olmo2; --kv-channels 16
 falcon {"transformer_block_type": "sequential", "num_query_groups": 2} -> starcoder2; --model-family starcoder2
 falcon {"num_query_groups": 2} -> falcon
 gpt_neox {"add_bias_linear": False} -> --add-bias-linear off
-gpt {"position_embedding_type": "alibi", "embed_layernorm": True} -> bloom; --model-family bloom
 """
 
 
@@ -524,7 +515,7 @@ def test_verification_keeps_the_side_of_the_original_length(scaling, length, lon
 
 
 def test_a_configuration_stored_before_these_options_is_read():
-    new = ("add_attention_bias", "openai_gelu", "qk_norm", "transformer_block_type", "scaled_alibi")
+    new = ("add_attention_bias", "openai_gelu", "qk_norm", "transformer_block_type")
     for family in ("llama", "gpt"):
         config = run(f"--model-family {family}")
         stored = config.to_dict()

@@ -48,9 +48,9 @@ def test_values_of_every_kind():
 
 def test_families_and_booleans_both_ways():
     assert run().model.normalization == "RMSNorm" and run().model.swiglu
-    bloom = run("--model-family bloom --no-embed-layernorm --untie-embeddings-and-output-weights").model
-    assert bloom.position_embedding_type == "alibi" and bloom.add_bias_linear
-    assert not bloom.embed_layernorm and bloom.untie_embeddings_and_output_weights
+    gpt = run("--model-family gpt --untie-embeddings-and-output-weights").model
+    assert gpt.position_embedding_type == "learned_absolute" and gpt.add_bias_linear
+    assert gpt.untie_embeddings_and_output_weights
     assert not run("--model-family gpt --disable-bias-linear").model.add_bias_linear
     qwen = run("--model-family qwen2").model
     assert qwen.qkv_bias and not qwen.add_bias_linear and not run().model.qkv_bias

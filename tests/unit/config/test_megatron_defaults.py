@@ -88,7 +88,6 @@ MEGATRON: dict[str, Any] = {
 }
 # What is another name for the same here.
 TRANSLATED = {"layernorm_epsilon": "norm_epsilon"}
-BLOOM = {"embed_layernorm": False, "norm_epsilon": 1e-5, "attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
 def different() -> dict[str, str]:
@@ -113,9 +112,8 @@ def check(theirs: dict[str, Any]) -> None:
             )
 
 
-def test_defaults_are_those_of_megatron_and_of_blooms_fork() -> None:
+def test_defaults_are_those_of_megatron() -> None:
     check(MEGATRON)
-    check(BLOOM)
     assert different().keys() <= {*MEGATRON, "optimizer"}
 
 

@@ -205,8 +205,6 @@ MEANS = """
 --model-family gpt --no-bias-gelu-fusion --swiglu -> openai_gelu=on
 --model-family gpt --disable-bias-linear --squared-relu -> openai_gelu=on
 --model-family gpt --disable-bias-linear --swiglu -> openai_gelu=on
---model-family bloom --no-bias-gelu-fusion -> openai_gelu=off
---model-family bloom --disable-bias-linear -> openai_gelu=on
 --use-flash-attn --attention-backend auto --fp16 --attention-dropout 0 -> attention_backend=flash
 --eval-iters -1 --main-grads-dtype bf16 --max-padding-length 8 --patch-tokenizer-type A -> eval_iters=0
 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes [2 2]

@@ -19,12 +19,11 @@ from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.run_length import run_length
 from megazero.train.state.progress import Progress
 
-GPT2, BLOOM = "--vocab-size 50257", "--vocab-size 250680 --pad-vocab-size-to 250880"
+GPT2 = "--vocab-size 50257"
 LLAMA = (
     "--disable-bias-linear --normalization RMSNorm --swiglu --position-embedding-type rope --attention-dropout 0 "
     "--hidden-dropout 0 --untie-embeddings-and-output-weights"
 )
-ALIBI = "--embed-layernorm --position-embedding-type alibi"
 EARLY = (
     "--lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction .01"
 )
@@ -102,23 +101,6 @@ RUNS: dict[str, tuple[int, str, int | None]] = {
         "--weight-decay .1 --adam-beta2 .95 --bf16 --vocab-size 49152",
         None,
     ),
-    "BLOOM 176B": (
-        8,
-        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 --pp-partition-method "
-        f"type:transformer|embedding --num-layers 70 --hidden-size 14336 --num-attention-heads 112 {ALIBI} "
-        "--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 2 --rampup-batch-size 192 16 9_765_625 "
-        "--global-batch-size 2048 --train-samples 220_000_000 --init-method-std 0.0048 --bf16 --seed 42 --adam-beta2 "
-        "0.95 --lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-decay-samples 200_000_000 --lr-warmup-samples "
-        f"183_105 --weight-decay 1e-1 --zero-stage 0 {BLOOM}",
-        176_247_271_424,
-    ),
-    "BLOOM 7B1": (
-        64,
-        f"--num-layers 30 --hidden-size 4096 --num-attention-heads 32 {ALIBI} --seq-length 2048 --micro-batch-size 1 "
-        "--global-batch-size 512 --train-iters 600000 --bf16 --lr 1.2e-4 --min-lr 6e-6 --lr-decay-style cosine "
-        f"--lr-warmup-iters 1000 {BLOOM}",
-        7_069_016_064,
-    ),
     "BigScience 1B3, SwiGLU with biases": (
         4,
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers 24 --hidden-size 2048 "
@@ -142,7 +124,7 @@ def words(line: str) -> dict[str, list[str]]:
 
 
 class Megatron:
-    """Megatron's rules (core_v0.16.1, and BLOOM's fork for ALiBi, the embedding's norm and the padded size)."""
+    """Megatron's rules (core_v0.16.1)."""
 
     def __init__(self, line: str) -> None:
         self.said = words(line)
@@ -179,7 +161,6 @@ class Megatron:
             # bias_gelu in one kernel is its tanh form; without biases, or without that kernel, it is exact
             "openai_gelu": not {"disable-bias-linear", "no-bias-gelu-fusion"} & set(said)
             or bool({"openai-gelu", "swiglu", "squared-relu"} & set(said)),
-            "embed_layernorm": "embed-layernorm" in said,
             "attention_dropout": self.number("attention-dropout", 0.1),
             "hidden_dropout": self.number("hidden-dropout", 0.1),
             "init_method_std": self.number("init-method-std", 0.02),
@@ -205,7 +186,7 @@ class Megatron:
         learned = a.position_embedding_type == "learned_absolute"
         positions = self.whole("max-position-embeddings") * h if learned else 0
         tables = self.vocabulary() * h * (1 + a.untie_embeddings_and_output_weights)
-        return tables + positions + a.embed_layernorm * norm + a.num_layers * layer + norm
+        return tables + positions + a.num_layers * layer + norm
 
     def batch(self, consumed: int) -> int:
         target = self.whole("global-batch-size")

@@ -46,7 +46,6 @@ ITERATIONS = 40
 RESOLVED: dict[str, dict[str, object]] = {
     "NVIDIA GPT-3 175B": {"lr_warmup_fraction": 0.001, "params_dtype": "fp16"},
     "NVIDIA GPT 76B, 2021": {"recompute_granularity": "full"},
-    "BLOOM 176B": {"recompute_granularity": "full", "embed_layernorm": True, "tokenizer_model": "t"},
     "LUMI 71B": {"normalization": "RMSNorm", "recompute_granularity": "selective"},
     "DeepSpeed Llama": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "s"},
     "DeepSpeed GPT 1.3B, dense": {"train_samples": 320, "lr_decay_samples": 320, "lr_warmup_samples": 16},
@@ -54,7 +53,9 @@ RESOLVED: dict[str, dict[str, object]] = {
 # Words that a script has besides, and what is refused of them.
 REFUSED = {
     ("NVIDIA GPT-3 175B", "--step-batch-size-schedule 0:16"): ["--step-batch-size-schedule"],
-    ("BLOOM 176B", "--use-bnb-optimizer"): ["--use-bnb-optimizer"],
+    ("BigScience Megatron-DeepSpeed, bf16", "--position-embedding-type alibi --use-bnb-optimizer"): [
+        *("--position-embedding-type alibi", "--use-bnb-optimizer"),
+    ],
     ("DeepSpeed GPT 1.3B, dense", "--num-experts 128 --disable-bias-linear --sequence-parallel"): [
         *("--moe-loss-coeff 0.01", "--moe-train-capacity-factor"),
     ],

@@ -209,7 +209,7 @@ EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --ou
     -> --moe-router-enable-expert-bias; --moe-router-load-balancing-type seq_aux_loss with --moe-aux-loss-coeff
 --checkpoint-activations --recompute-granularity selective -> --checkpoint-activations; --recompute-granularity
 --recompute-activations --checkpoint-activations -> --checkpoint-activations; --recompute-granularity
---use-rotary-position-embeddings --position-embedding-type alibi
+--use-rotary-position-embeddings --position-embedding-type learned_absolute
     -> --use-rotary-position-embeddings; --position-embedding-type
 --layernorm-epsilon 1e-6 --norm-epsilon 1e-5 -> --layernorm-epsilon 1e-6; --norm-epsilon
 --position-embedding-type learned_absolute --no-position-embedding
@@ -284,7 +284,7 @@ NOTED = """
 --save-interval 5 -> --save-interval 5
 --no-load-optim -> --no-load-optim; --load
 --finetune -> --finetune; --load
---rotary-base 500000 --position-embedding-type alibi -> --rotary-base 500000; --position-embedding-type
+--rotary-base 500000 --position-embedding-type learned_absolute -> --rotary-base 500000; --position-embedding-type
 --rotary-scaling-factor 2 -> --rotary-scaling-factor 2
 --rotary-high-freq-factor 2 YARN -> --rotary-high-freq-factor 2; --rotary-scaling
 --yarn-beta-fast 8 --rotary-scaling llama3 --position-embedding-type rope -> --yarn-beta-fast 8; --rotary-scaling
@@ -294,7 +294,6 @@ NOTED = """
 --save x --save-keep-last 2 -> --save-keep-last 2; --save-interval
 --save x --async-save -> --async-save; --save-interval
 --tokenizer-model x -> --tokenizer-model x; --tokenizer-type
---reset-position-ids --position-embedding-type alibi -> --reset-position-ids; --reset-attention-mask
 --data-cache-path x -> --data-cache-path x; --data-path; --mock-data
 --min-lr 0.0001 --lr-decay-style constant -> --min-lr 0.0001; --lr-decay-style
 --eval-interval 5 --eval-iters 0 -> --eval-interval 5; --eval-iters

@@ -383,6 +383,8 @@ def test_without_arguments_flags_say_the_model(tmp_path):
         ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
         ({"scale_depth": 1.4}, "--scale-depth 1.4 of the checkpoint's arguments: "),
         ({"position_embedding_type": "none"}, "position-embedding-type none"),
+        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi .* since 2023; use rope or"),
+        ({"embed_layernorm": True}, "--embed-layernorm"),
         ({"forks_own_scale": 0.5}, "forks_own_scale 0.5 .* not known here; --accept-field forks_own_scale"),
         ({"vocab_size": 80}, "--vocab-size 81 is above the embedding's 64 rows"),
         ({"num_layers": 5}, "layers.4.* is missing"),

@@ -28,14 +28,8 @@ STARTS = torch.tensor(
     ]
 )
 DOCUMENTS = {"none": None, "packed": STARTS}
-# name: slopes or steps.
-ALIBI = {
-    "none": (None, None),
-    "slopes": (torch.tensor([0.5, 0.3, 0.1, 0.02], dtype=torch.float64), None),
-    "steps": (None, torch.linspace(0, 3, HEADS * LENGTH, dtype=torch.float64).view(HEADS, LENGTH)),
-}
-AXES = ([None, 5, BAND + 44], list(DOCUMENTS), list(ALIBI), [0.0, 2.0], [HEADS, 2])
-# Always: every second one along each axis, among which are all combinations of any four axes. The others are slow.
+AXES = ([None, 5, BAND + 44], list(DOCUMENTS), [0.0, 2.0], [HEADS, 2])
+# Always: every second one along each axis, among which are all combinations of any three axes. The others are slow.
 CASES = [
     pytest.param(
         *(axis[i] for axis, i in zip(AXES, at, strict=True)), marks=[pytest.mark.slow] * (sum(at) % 2)
@@ -69,13 +63,13 @@ def difference(found, masking: Masking, tensors) -> float:
     return max((one - other).abs().max().item() for one, other in pairs)
 
 
-def case_masking(window, documents, alibi, cap) -> Masking:
-    return Masking(0.3, cap, window, DOCUMENTS[documents], *ALIBI[alibi])
+def case_masking(window, documents, cap) -> Masking:
+    return Masking(0.3, cap, window, DOCUMENTS[documents])
 
 
-@pytest.mark.parametrize(("window", "documents", "alibi", "cap", "groups"), CASES)
-def test_pieces_equal_a_dense_mask(window, documents, alibi, cap, groups):
-    masking, tensors = case_masking(window, documents, alibi, cap), inputs(groups)
+@pytest.mark.parametrize(("window", "documents", "cap", "groups"), CASES)
+def test_pieces_equal_a_dense_mask(window, documents, cap, groups):
+    masking, tensors = case_masking(window, documents, cap), inputs(groups)
     for backend in ("math",) if cap else ("math", "flash"):
         tables = make_tables(masking, backend, LENGTH, tensors[0])
         assert difference(attend(*tensors, tables), masking, tensors) < 1e-10
@@ -87,12 +81,8 @@ CHUNKS = [
     (range(150, 300), range(300, 450)),
     (range(60, LENGTH - 1),),
 ]
-FEW = [
-    (None, "none", "none", 0.0, HEADS),
-    (None, "packed", "slopes", 0.0, 2),
-    (BAND + 44, "packed", "none", 0.0, 2),
-]
-FEW += [(5, "none", "steps", 2.0, HEADS), (5, "packed", "none", 0.0, HEADS)]
+FEW = [(None, "none", 0.0, HEADS), (None, "packed", 0.0, 2), (BAND + 44, "packed", 0.0, 2)]
+FEW += [(5, "none", 2.0, HEADS), (5, "packed", 0.0, HEADS)]
 
 
 def of_chunks(masking: Masking, tensors, chunks):
@@ -104,9 +94,9 @@ def of_chunks(masking: Masking, tensors, chunks):
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize(("window", "documents", "alibi", "cap", "groups"), FEW)
-def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, alibi, cap, groups, chunks):
-    whole, tensors = case_masking(window, documents, alibi, cap), inputs(groups)
+@pytest.mark.parametrize(("window", "documents", "cap", "groups"), FEW)
+def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, cap, groups, chunks):
+    whole, tensors = case_masking(window, documents, cap), inputs(groups)
     masking, tensors = of_chunks(whole, tensors, chunks)
     rows = masking.positions(LENGTH, tensors[0].device)
     assert torch.equal(masking.dense(LENGTH, tensors[0]), whole.dense(LENGTH, tensors[0])[:, :, rows])
@@ -125,7 +115,7 @@ def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, alibi, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes_round_as_much_as_one_kernel_does(dtype):
-    exact, masking = inputs(2), case_masking(BAND + 44, "packed", "none", 0.0)
+    exact, masking = inputs(2), case_masking(BAND + 44, "packed", 0.0)
     expected = torch.autograd.grad(reference(*exact, masking).square().sum(), exact)
     narrow = [x.detach().to(dtype).requires_grad_() for x in exact]
     for backend in ("math", "flash"):
@@ -150,7 +140,7 @@ def test_documents_do_not_change_the_shape_of_the_pieces():
 
 
 def test_dropout_of_bands_is_that_of_its_key_and_its_gradient_has_the_same_mask():
-    masking, (q, k, v) = case_masking(None, "packed", "none", 0.0), inputs(2)
+    masking, (q, k, v) = case_masking(None, "packed", 0.0), inputs(2)
     tables = make_tables(masking, "math", LENGTH, q)
     out = attend(q, k, v, tables, 0.3, (1, 2))
     state = torch.get_rng_state()
@@ -177,7 +167,7 @@ def test_dropout_of_bands_is_that_of_its_key_and_its_gradient_has_the_same_mask(
 
 
 def test_one_operator_is_one_graph_for_any_documents():
-    masking, tensors = case_masking(None, "packed", "none", 0.0), inputs(2)
+    masking, tensors = case_masking(None, "packed", 0.0), inputs(2)
     other = masking._replace(starts=torch.zeros_like(STARTS))
     graphs = []
 
@@ -198,14 +188,14 @@ def test_one_operator_is_one_graph_for_any_documents():
     torch.library.opcheck(
         torch.ops.megazero.attention_in_pieces.default,
         (*(x[:, :, :, :4] for x in tensors), *make_tables(masking, "math", LENGTH, tensors[0]).made)
-        + (None, None, 0.3, 0.0, None, 0.0, None, True),
+        + (0.3, 0.0, None, 0.0, None, True),
     )
 
 
 # --- kernels for GPUs -----------------------------------------------------------------------------------------------
 
 
-def by_lengths(q, k, v, ends_q, ends_k, window, cap, slopes, scale):
+def by_lengths(q, k, v, ends_q, ends_k, window, cap, scale):
     """What kernels of variable lengths compute, of [tokens, heads, d]: the last query sees the last key."""
     parts = []
     both = (itertools.pairwise(ends.tolist()) for ends in (ends_q, ends_k))
@@ -213,7 +203,7 @@ def by_lengths(q, k, v, ends_q, ends_k, window, cap, slopes, scale):
         if first < end:
             keys, queries = stop - start, end - first
             at = (range(keys - queries, keys),)
-            masking = Masking(scale, cap, None if window < 0 else window + 1, None, slopes, queries=at)
+            masking = Masking(scale, cap, None if window < 0 else window + 1, queries=at)
             own = (q[first:end, None], k[start:stop, None], v[start:stop, None])
             parts.append(reference(*own, masking)[:, 0])
     return torch.cat(parts)
@@ -226,17 +216,13 @@ def stand_ins(monkeypatch):
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-        return_attn_probs=False, block_table=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False,
     ):  # fmt: skip
         assert causal and cu_seqlens_k.dtype == cu_seqlens_q.dtype == torch.int32
         assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
         assert q.is_contiguous()
-        assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
         calls.append(("flash-attn", dropout_p, cu_seqlens_q))
-        slopes = None if alibi_slopes is None else alibi_slopes.double()
-        of_lengths = cu_seqlens_q, cu_seqlens_k, window_size[0], softcap, slopes, softmax_scale
-        return by_lengths(q, k, v, *of_lengths)
+        return by_lengths(q, k, v, cu_seqlens_q, cu_seqlens_k, window_size[0], softcap, softmax_scale)
 
     def varlen_attn(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
@@ -244,7 +230,7 @@ def stand_ins(monkeypatch):
     ):  # fmt: skip
         assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
         calls.append(("flash", 0.0, cu_seq_q))
-        return by_lengths(query, key, value, cu_seq_q, cu_seq_k, window_size[0], 0.0, None, scale)
+        return by_lengths(query, key, value, cu_seq_q, cu_seq_k, window_size[0], 0.0, scale)
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
@@ -254,16 +240,10 @@ def stand_ins(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(("window", "documents", "alibi", "cap", "groups"), CASES)
-def test_kernels_of_variable_lengths_are_given_what_they_need(
-    window, documents, alibi, cap, groups, stand_ins
-):
-    if alibi == "steps":
-        pytest.skip("no kernel of variable lengths has scaled ALiBi")
-    masking, tensors = case_masking(window, documents, alibi, cap), inputs(groups)
-    if alibi == "slopes":  # as exact in fp32
-        masking = masking._replace(slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64))
-    names = ["flash-attn", *(["flash"] if alibi == "none" and not cap else [])]
+@pytest.mark.parametrize(("window", "documents", "cap", "groups"), CASES)
+def test_kernels_of_variable_lengths_are_given_what_they_need(window, documents, cap, groups, stand_ins):
+    masking, tensors = case_masking(window, documents, cap), inputs(groups)
+    names = ["flash-attn", *([] if cap else ["flash"])]
     for name in names:
         tables = make_tables(masking, name, LENGTH, tensors[0])
         assert difference(attend(*tensors, tables), masking, tensors) < 1e-10
@@ -276,7 +256,7 @@ def test_kernels_of_variable_lengths_are_given_what_they_need(
 @pytest.mark.parametrize(("documents", "window"), [("none", None), ("packed", None), ("packed", 5)])
 def test_kernels_of_variable_lengths_compute_each_chunk(documents, window, chunks, stand_ins):
     """Keys before a chunk's first document are a document without queries."""
-    masking, tensors = of_chunks(case_masking(window, documents, "none", 0.0), inputs(2), chunks)
+    masking, tensors = of_chunks(case_masking(window, documents, 0.0), inputs(2), chunks)
     for name in ("flash", "flash-attn"):
         tables = make_tables(masking, name, LENGTH, tensors[0])
         assert difference(attend(*tensors, tables), masking, tensors) < 1e-10
@@ -322,10 +302,10 @@ def test_flex_attention_may_have_graphs_of_many_lengths(monkeypatch):
     assert len(graphs) == 12
 
 
-@pytest.mark.parametrize(("window", "documents", "alibi", "cap", "groups"), CASES)
+@pytest.mark.parametrize(("window", "documents", "cap", "groups"), CASES)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_equals_a_dense_mask(window, documents, alibi, cap, groups):
-    masking = case_masking(window, documents, alibi, cap)
+def test_flex_attention_equals_a_dense_mask(window, documents, cap, groups):
+    masking = case_masking(window, documents, cap)
     tensors = [x.detach() for x in inputs(groups)]  # on CPUs it has no backward
     tables = make_tables(masking, "flex", LENGTH, tensors[0])
     found, expected = attend(*tensors, tables), reference(*tensors, masking)
@@ -336,7 +316,7 @@ def test_flex_attention_equals_a_dense_mask(window, documents, alibi, cap, group
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_blocks_of_flex_attention_are_those_that_the_mask_needs(window, documents):
     """Uncompiled flex attention does not read them."""
-    masking = case_masking(window, documents, "none", 0.0)
+    masking = case_masking(window, documents, 0.0)
     blocks = attention.block_mask(masking, "flex", LENGTH, torch.zeros(()))
     assert_blocks_are_needed(blocks, masking.dense(LENGTH, torch.zeros(()))[:, 0].isfinite())
 
@@ -366,9 +346,8 @@ def assert_blocks_are_needed(blocks, seen, between=False):
         (("documents", ODD_HEADS), 16, "cuda", (), "flex"),
         (("documents", "windows"), 32, "cpu", (), "flash"),
         (("documents",), 16, "cuda", ("flash",), "flash-attn"),
-        (("ALiBi",), 16, "cuda", ("flash-attn",), "flex"),
-        (("ALiBi",), 16, "cuda", ("flash-attn", "flex"), "efficient"),
-        (("ALiBi", "scaled ALiBi"), 16, "cuda", (), "flex"),
+        (("windows", "documents"), 16, "cuda", ("flash", "flash-attn", "flex"), "efficient"),
+        (("capped scores",), 16, "cuda", ("flash-attn",), "flex"),
         (("capped scores", "windows"), 16, "cuda", (), "flash-attn"),
         (("capped scores", DROPOUT), 16, "cuda", (), "math"),
         (("documents",), 32, "cuda", (), "flex"),
@@ -404,7 +383,7 @@ def test_what_a_backend_lacks_is_refused_by_name(backend, values, lacks, nearest
 
 def test_a_package_that_is_not_there_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr(attention, "missing_backends", lambda: {"flash-attn": "the package is not installed"})
-    of = (frozenset({"ALiBi"}), torch.bfloat16, 4096, torch.device("meta"))
+    of = (frozenset({"capped scores"}), torch.bfloat16, 4096, torch.device("meta"))
     with refused("flash-attn", "package", "nearest: flex, math"):
         attention.choose("flash-attn", *of)
     assert attention.choose("auto", *of) == "flex"

@@ -98,7 +98,7 @@ WIDE, WINDOW = {"hidden_size": 64}, {"sliding_window": 31}
         ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
         ("llama", torch.bfloat16, {**WIDE, **WINDOW}, "attention with windows: --attention-backend flash"),
         ("llama", torch.float64, WINDOW, "above 256 and windows in float64"),
-        ("bloom", torch.bfloat16, WIDE, "attention with ALiBi: --attention-backend flex"),
+        ("gemma2", torch.bfloat16, WIDE, "attention with capped scores: --attention-backend flex"),
         ("gemma2", torch.bfloat16, {**WIDE, "attention_dropout": 0.1}, "(flash-attn: the package"),
     ],
 )

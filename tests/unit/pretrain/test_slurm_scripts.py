@@ -88,7 +88,6 @@ class Scripts:
 @pytest.mark.parametrize(
     "script, names",
     [
-        ("bloom-176b.sh", ["TOKENIZER", "TRAIN", "VALID"]),
         ("gpt-1b3-deepspeed.sh", ["VOCAB", "MERGES", "DATA_PATH"]),
         ("llama-8b-zeropp.sh", ["TOKENIZER", "DATA_PATH"]),
     ],

@@ -59,12 +59,12 @@ def model(tmp_path):
     return load_text_model(tmp_path / "run")
 
 
-@pytest.mark.parametrize("position", ["rope", "alibi"])
-def test_no_kernel_is_compiled_for_each_length(position, tmp_path):
-    """As flex attention, which auto prefers for ALiBi on GPUs."""
-    make_run(tmp_path, position_embedding_type=position)
+@pytest.mark.parametrize(("window", "backend"), [(None, "auto"), (4, "math")])
+def test_no_kernel_is_compiled_for_each_length(window, backend, tmp_path):
+    """As flex attention, which auto may prefer on GPUs."""
+    make_run(tmp_path, sliding_window=window)
     decoder = load_text_model(tmp_path).decoder
-    assert decoder.positions.backend == {"rope": "auto", "alibi": "math"}[position]
+    assert decoder.positions.backend == backend
 
 
 def test_loads_the_weights_that_were_saved(tmp_path):
