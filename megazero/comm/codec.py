@@ -322,11 +322,7 @@ def encoded(codec: Codec, regions: Sequence[Tensor], take: Take) -> Tensor:
 
 
 def decoded(
-    codec: Codec,
-    messages: Tensor,
-    like: Sequence[Tensor],
-    take: Take,
-    dtype: torch.dtype | None = None,
+    codec: Codec, messages: Tensor, like: Sequence[Tensor], take: Take, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     """Decode messages [k, m] into buffers that ``take`` gives, one [k, n] per region.
 

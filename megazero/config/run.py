@@ -12,12 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 from megazero.comm.wire import Coding
 from megazero.config.errors import ConfigError
 from megazero.config.layout.context import gather_coding, levels
-from megazero.config.layout.pipeline import (
-    partition_method,
-    schedule_name,
-    stage_costs,
-    virtual_stages,
-)
+from megazero.config.layout.pipeline import partition_method, schedule_name, stage_costs, virtual_stages
 from megazero.config.layout.shards import DEFAULT_PRESET, Shards, resolve_shards
 from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
 from megazero.config.model.section import ModelConfig, as_trained, complete

@@ -56,10 +56,7 @@ class Reference:
         )
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.decoder = Decoder(
-            whole,
-            z_loss=config.training.z_loss_strength,
-            balance=balance_losses(config),
-            dtype=torch.float64,
+            whole, z_loss=config.training.z_loss_strength, balance=balance_losses(config), dtype=torch.float64
         )
         self.decoder.initialize(config.training.seed)
         self.routed: Sequence[Mapping[int, np.ndarray]] = ()
