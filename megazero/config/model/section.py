@@ -188,7 +188,10 @@ class ModelConfig(MixerOptions):
     moe_router_score_function: str = option(
         "softmax",
         "what makes a router's scores probabilities; sigmoids of several chosen experts are divided by their sum",
-        choices=("softmax", "sigmoid"),
+        choices=(
+            "softmax",
+            "sigmoid",
+        ),
     )
     moe_router_topk_scaling_factor: float | None = option(None, "factor of experts' probabilities", above=0)
     moe_router_num_groups: int | None = option(

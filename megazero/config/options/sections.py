@@ -574,7 +574,7 @@ class CheckpointConfig:
         None, "how many of the newest checkpoints to keep (default: all)", low=1, needs="save_interval > 0"
     )
     save_retry_minutes: float = option(
-        10.0, "how long a save is retried after the storage's first refusal, before it ends the run", low=0
+        10.0, "how long a save is retried after the storage's first refusal; 0: not at all", low=0
     )
     save_copy: str | None = option(
         None,
