@@ -258,7 +258,7 @@ class Fsdp2Patch:
         """Stand for ``unshard``, which a program or a pipeline's schedule may call ahead of the forward."""
         state = module._get_fsdp_state()
         if state._state_ctx.iter_forward_root is None:
-            self._settle(state._fsdp_param_groups)
+            self._settle(torch_parts.groups_of(state))
         return original(module, *args, **kwargs)
 
     def _settle(self, raws: Iterable[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megazero.patches.names import Needed, check_version
 
-KNOWN = ((2, 12), (2, 15))  # the first and the last version that were read
+KNOWN = ((2, 11), (2, 15))  # the first and the last version that were read
 FSDP = "torch.distributed.fsdp"
 GROUP = f"{FSDP}._fully_shard._fsdp_param_group"
 STATE = f"{FSDP}._fully_shard._fsdp_state"
@@ -50,18 +49,23 @@ def check_torch() -> None:
     check_version("fsdp2_patch", "torch", torch.__version__, KNOWN, NEEDED, newer=False)
 
 
-def param_groups(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the name of each module of ``fully_shard``, and torch's FSDPParamGroups of it, one for each mesh.
+def param_groups(model: nn.Module) -> list[tuple[str, list[Any]]]:
+    """Return the name of each module of ``fully_shard``, and torch's FSDPParamGroups of it, one for each mesh.
 
-    Modules that were given to one call together share their groups; the first one is yielded.
+    Modules that were given to one call together share their groups; the first one is named.
     """
-    seen: set[int] = set()
+    states: dict[Any, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            if id(state) not in seen:
-                seen.add(id(state))
-                yield name or "the model", state._fsdp_param_groups
+            states.setdefault(module._get_fsdp_state(), name or "the model")
+    return [(name, groups_of(state)) for state, name in states.items()]
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return torch's FSDPParamGroups of a module's state. In torch 2.11 a module has one mesh, so at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def lacking_parts(groups: list[Any]) -> list[str]:

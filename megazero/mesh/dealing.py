@@ -1,6 +1,6 @@
 """Deals matrices to ranks by the cost of their update, and plans the messages of it. Pure arithmetic: no torch.
 
-It lies in mesh, not beside zero/matrix_updates.py: the planner deals the same matrices, and zero imports torch.
+It lies in mesh, not in zero/matrix_updates.py, which imports torch: the planner reads costs and cuts, too.
 
 An optimizer that steps whole matrices finds them cut over ranks. Each matrix gets one owner: the pieces go there, and
 the pieces of its update come back the same way (zero/by_matrix.py).

@@ -60,10 +60,9 @@ class UnitShape:
     def elements(self) -> int:
         return self.coded + self.exact
 
-    def plan(self, grid: Grid, formats: Formats, whole_gradients: bool = False) -> UnitPlan[Coding]:
-        """Return what moves for the unit on this grid."""
+    def plan(self, cut: UnitCut, formats: Formats) -> UnitPlan[Coding]:
+        """Return what moves for the unit on axes that cut it so."""
         codecs = formats.codecs if self.quantised else Codecs[Coding]()
-        cut = UnitCut.of(axes_of(self.apart, grid), whole_gradients)
         return UnitPlan(self.coded, self.exact, cut, codecs, formats.width, formats.sums)
 
 
@@ -108,7 +107,10 @@ def model_state(
         for hop in hops:
             out[hop.kind, hop.axis.link] += times * hop.sent
 
-    plans = {unit: unit.plan(grid, formats, copies.whole_gradients) for unit in set(units)}
+    plans = {
+        unit: unit.plan(UnitCut.of(axes_of(unit.apart, grid), copies.whole_gradients), formats)
+        for unit in set(units)
+    }
     # Of experts, all that is left of P may be one rank: they are not gathered then.
     sizes = [plans[unit].ahead_bytes if plans[unit].cut.p else 0 for unit in units]
     moves = any(plan.gather for plan in plans.values())

@@ -20,10 +20,10 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, is_layer, model_spec, parameter_count
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import Grid, expert_shards
-from megazero.plan.communication import Formats, OuterFormat, UnitShape
+from megazero.plan.communication import Formats, OuterFormat, UnitShape, axes_of
 from megazero.plan.gathers import Copies
 from megazero.plan.units import WIDTHS, RankUnits
-from megazero.zero.plan import EXCHANGE, Hops, UnitPlan
+from megazero.zero.plan import EXCHANGE, Hops, UnitCut, UnitPlan
 
 # Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06
@@ -83,7 +83,11 @@ class States:
     @made_once
     def plan(self, unit: UnitShape) -> UnitPlan[Coding]:
         """Return what moves for a unit."""
-        return unit.plan(self.grid, self.formats, self.shards.whole_gradients)
+        return unit.plan(self._cut(unit.apart), self.formats)
+
+    @made_once
+    def _cut(self, apart: int) -> UnitCut:
+        return UnitCut.of(axes_of(apart, self.grid), self.shards.whole_gradients)
 
     def meeting(self, unit: UnitShape) -> Hops[Coding]:
         """Return the hops of a unit's meeting of outer replicas: none if there is one."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from math import prod
+from itertools import accumulate, chain
+from operator import mul
 from typing import Generic
 
 from megazero.comm.made_once import made_once
@@ -45,9 +45,10 @@ class UnitCut:
     def all(self) -> int:
         return len(self.axes)
 
-    def ranks(self, level: int) -> int:
-        """Return how many ranks share what ``level`` axes cut."""
-        return prod(axis.size for axis in self.axes[:level])
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """How many ranks share what the first 0, 1, 2, ... axes cut."""
+        return tuple(accumulate((axis.size for axis in self.axes), mul, initial=1))
 
 
 @dataclass(frozen=True, eq=False)  # made once for each unit: equal is identical
@@ -94,14 +95,14 @@ class UnitPlan(Generic[Format]):
     def shards(self) -> tuple[int, int, int]:
         """P, G and OS."""
         cut = self.cut
-        return cut.ranks(cut.p), cut.ranks(cut.g), cut.ranks(cut.os)
+        return cut.ranks[cut.p], cut.ranks[cut.g], cut.ranks[cut.os]
 
-    @cached_property
+    @property
     def delta(self) -> bool:
         """Whether refreshes send differences."""
         return self.codecs.delta and self.cut.p < self.cut.os
 
-    @cached_property
+    @property
     def direct(self) -> bool:
         """Whether the messages of gathers are the parameters themselves."""
         return (self.codecs.weights is None or self.delta) and not self.exact
@@ -139,7 +140,7 @@ class UnitPlan(Generic[Format]):
         hops = []
         for level in range(deepest, outer, -1):
             axis = self.cut.axes[level - 1]
-            sent = (axis.size - 1) * (whole // self.cut.ranks(level))
+            sent = (axis.size - 1) * (whole // self.cut.ranks[level])
             hops.append(Hop(kind, GATHER, level, axis, format, sent, raw=kind != "reduce"))
         return tuple(hops)
 
@@ -155,7 +156,7 @@ class UnitPlan(Generic[Format]):
         """
         cut, descent, back = self.cut, list[Hop[Format]](), list[Hop[Format]]()
         for level in range(1, (cut.all if last else cut.g) + 1):
-            axis, parts = cut.axes[level - 1], cut.ranks(level)
+            axis, parts = cut.axes[level - 1], cut.ranks[level]
             raw, format = level == 1 and (cut.g > 0 or alone), self._of_gradients(axis, exact)
             row = self.message(parts, format, self.width if raw else self.sums, self.sums)
             descent.append(Hop("reduce", EXCHANGE, level, axis, format, (axis.size - 1) * row, raw))
@@ -180,7 +181,7 @@ class UnitPlan(Generic[Format]):
 
         width: the bytes of an element of an outer gradient that is sent without a format.
         """
-        cut, ranks = self.cut, self.cut.ranks(self.cut.all)
+        cut, ranks = self.cut, self.cut.ranks[self.cut.all]
         sent = (axis.size - 1) * self.message(ranks * axis.size, format, width, self.sums)
         across = (Hop("reduce", verb, cut.all + 1, axis, format, sent) for verb in (EXCHANGE, GATHER))
         inside = self._gathers("reduce", cut.all, cut.os, self.elements * self.sums, None)
@@ -188,7 +189,7 @@ class UnitPlan(Generic[Format]):
 
     # -- buffers, in bytes -------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def copy_bytes(self) -> int:
         """The P copy: parameters or, as they were received, messages."""
         p, _, os = self.shards
@@ -206,7 +207,7 @@ class UnitPlan(Generic[Format]):
             return self.elements * self.width
         return os * self.own if self.delta or not self.direct else 0
 
-    @cached_property
+    @property
     def transient_bytes(self) -> int:
         """The most transient bytes of a refresh and gather: messages that are not kept, or not the parameters."""
         p, _, os = self.shards

@@ -18,8 +18,9 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -165,39 +166,44 @@ def build(case: Case) -> nn.Module:
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = mesh["shard"]
-    policy = MixedPrecisionPolicy(*case.dtypes)
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    placed = {}
+    shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(*case.dtypes))
+    shard_block, placed = partial(shard, reshard_after_forward=case.reshard), {}
     if case.experts:
         replicas = 2 if case.mesh == "2d" else 1
         shape = (replicas, RANKS // replicas // case.experts, case.experts)
         every = init_device_mesh(case.device, shape, mesh_dim_names=("replicate", "efsdp", "ep"))
-        placed = {"shard_placement_fn": experts_on_their_mesh(model, every)}
+        placed = experts_on_their_mesh(model, every, shard_block)
     for block in model.blocks:
         if case.compiled:
             block.compile(backend="aot_eager")
-        shard(block, reshard_after_forward=case.reshard, **placed)
-    shard(model)
+        shard_block(block, mesh=mesh, **placed)
+    shard(model, mesh=mesh)
     if case.divide is not None:
-        for module in (*model.blocks, model):
+        for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
             module.set_gradient_divide_factor(case.divide)
             module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def experts_on_their_mesh(
-    model: nn.Module, every: DeviceMesh
-) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
-    """Share a model's experts, and say where fully_shard puts a parameter, as torchtitan does.
+    model: nn.Module, every: DeviceMesh, shard: Callable[..., Any] = fully_shard
+) -> dict[str, Any]:
+    """Share a model's experts, and return the words by which ``shard`` puts them on their mesh, as torchtitan does.
 
-    every: a mesh of replicas, of the ranks that shard the same experts, and of those that share a block's.
+    every: a mesh of replicas, of the ranks that shard the same experts, and of those that share a block's. In torch
+    2.11 a module has one mesh: there a block's experts are sharded here, before their block.
     """
     for block in model.blocks:
         block.experts.share(every["ep"])
+    mesh = every["efsdp"] if every.size(0) == 1 else every["replicate", "efsdp"]
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        for block in model.blocks:
+            shard(block.experts, mesh=mesh)
+        return {}
     own = {p for block in model.blocks for p in block.experts.parameters()}
-    flat = FSDPMeshInfo(every["efsdp"], shard_mesh_dim=0)
-    info = flat if every.size(0) == 1 else HSDPMeshInfo(every["replicate", "efsdp"], 1, 0)
-    return lambda p: ShardPlacementResult(Shard(0), info) if p in own else None
+    info = FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+    placed = _fsdp_common.ShardPlacementResult(Shard(0), info)
+    return {"shard_placement_fn": lambda p: placed if p in own else None}
 
 
 class Job:

@@ -14,18 +14,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+from fsdp2_patch.torch_parts import param_groups
 
 
 def give_norms_fp32(model: torch.nn.Module) -> None:
     """Let norms be computed in fp32 and all else in bf16, and all be reduced in fp32."""
-    for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
-            for p in group.fsdp_params:
-                is_norm = isinstance(p._module_info.module, torch.nn.LayerNorm)
-                dtype = torch.float32 if is_norm else torch.bfloat16
-                p.mp_policy = MixedPrecisionPolicy(dtype, torch.float32)
+    for p in (p for _, groups in param_groups(model) for group in groups for p in group.fsdp_params):
+        is_norm = isinstance(p._module_info.module, torch.nn.LayerNorm)
+        p.mp_policy = MixedPrecisionPolicy(torch.float32 if is_norm else torch.bfloat16, torch.float32)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import io
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 import fsdp2_patch
 from fsdp2_patch import weights
 from megazero.comm.watch import LossyGradients
 from megazero.kernels.fingerprint import fingerprints
 from megazero.patches.checks import GradientSamples
+from megazero.patches.names import release
 from tests.dist.pool import run_ranks
 from tests.fsdp2.job import RANKS, Case, Job, Model, Run, experts_on_their_mesh, patched, train, train_all
 from tests.fsdp2.mixed import give_norms_fp32, policies_of_parameters
@@ -258,16 +259,12 @@ def test_every_mesh_counts_its_own_bytes() -> None:
 
 def sent_by_stages() -> dict[str, int]:
     """What a rank sends where the second of two stages alone has experts."""
-    stages = {"pp": 2, "efsdp": 2, "ep": 2}
+    axes = {"pp": 2, "replicate": 1, "efsdp": 2, "ep": 2}
     dense = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "fsdp"))["fsdp"]
-    every = init_device_mesh("cpu", (*stages.values(), 1), mesh_dim_names=(*stages, "replicate"))
+    every = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     second = dist.get_rank() >= RANKS
     model = Model(experts=second)
-    placed = (
-        {"shard_placement_fn": experts_on_their_mesh(model, every["replicate", "efsdp", "ep"])}
-        if second
-        else {}
-    )
+    placed = experts_on_their_mesh(model, every["replicate", "efsdp", "ep"]) if second else {}
     for block in model.blocks:
         fully_shard(block, mesh=dense, **placed)
     fully_shard(model, mesh=dense)
@@ -489,6 +486,7 @@ def compiled_steps(words: dict[str, Any] | None, mesh: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(release(torch.__version__) < (2, 12), reason="FSDP2's own step cannot be compiled whole")
 @pytest.mark.parametrize("mesh", ["1d", "2d"])
 def test_a_compiled_step_runs_as_it_does(mesh: str) -> None:
     """Its graphs end at FSDP2's hooks, which run on the host in every step."""
@@ -524,7 +522,7 @@ def every_refusal() -> None:
     }.items():  # fmt: skip
         with mock.patch.object(raw_of(flat), name, Other()), refused(*words, "leave"):
             enable(flat, **h)
-    with mock.patch.object(torch, "__version__", "2.11.0"), refused("torch 2.11.0"):
+    with mock.patch.object(torch, "__version__", "2.10.0"), refused("torch 2.10.0", "2.11"):
         enable(flat, **h)
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
@@ -601,8 +599,10 @@ def unscaled(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     return model.head(x)
 
 
+RESETS = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.13 on: a job may go on behind a refusal
 # What is refused when it happens, whether it crosses nodes, and the words of the refusal.
-ACTS: list[tuple[Callable[[Job], None], bool, list[str]]] = [
+Act = tuple[Callable[[Job], None], bool, list[str]]
+ACTS: list[Act] = [
     (early, False, ["set_requires_all_reduce(True)"]),
     (in_backward, True, ["head.weight", "hook"]),
     (uneven, False, ["scale", "set_reduce_scatter_unused_params(True)"]),
@@ -613,13 +613,15 @@ ACTS: list[tuple[Callable[[Job], None], bool, list[str]]] = [
 ]
 
 
-def refusals_at_work() -> None:
+def refusals_at_work(acts: Sequence[Act]) -> None:
     job = Job(Case(micro_batches=2))
     with patched(job.model, EXACT, 2):
-        for act, crosses, words in ACTS:
+        for act, crosses, words in acts:
             job.model.set_requires_all_reduce(crosses)
             with refused(*words, by=RuntimeError):
                 act(job)
+            if not RESETS:
+                return
             job.model.reset_iter_state()  # drops the sums that wait
             job.optimizer.zero_grad()
             if act is early:  # a whole step behind it goes well
@@ -629,7 +631,8 @@ def refusals_at_work() -> None:
 
 
 def test_what_is_refused_at_work() -> None:
-    run_ranks(RANKS, refusals_at_work)
+    for acts in [ACTS] if RESETS else [[act] for act in ACTS]:
+        run_ranks(RANKS, refusals_at_work, acts)
 
 
 def on_and_off() -> tuple[Run, Run, bool, list[int]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2_patch.torch_parts import KNOWN
-from megazero.patches.names import release
+from tests.fsdp2.job import Case, train
 from tests.gpu.patched_ranks import (
     DEVICE,
     EXACT,
@@ -17,11 +16,6 @@ from tests.gpu.patched_ranks import (
     differ_when_late,
     lose_little,
 )
-
-if release(torch.__version__) < KNOWN[0]:
-    pytest.skip(f"fsdp2_patch refuses torch {torch.__version__}", allow_module_level=True)
-
-from tests.fsdp2.job import Case, train  # noqa: E402 - names private parts of a torch that the patch takes
 
 pytestmark = [pytest.mark.gpu, NEEDS_CARD]
 INT4 = {"gradients": "int4", "exact_numel": 0}

@@ -96,7 +96,7 @@ def _others_update(transit: Any, own: Any = matrix_updates._Transit.back) -> Any
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "": (matrix_updates, "INTER", matrix_updates.INTER),
+    "": (matrix_updates, "INTRA", matrix_updates.INTRA),
     "an owner's elements swapped": (matrix_updates._Transit, "back", _others_update),
     "parts in one order": (matrix_updates.Matrix, "part_of", lambda matrix, source: 0),
 }

@@ -12,6 +12,7 @@ from megazero.config.summary import describe
 from megazero.mesh.grid import make_grid
 from megazero.mesh.levels import INTER
 from megazero.plan.communication import Formats, OuterFormat, UnitShape
+from megazero.zero.plan import UnitCut
 from tests.sizes import SMALL
 
 WORLD = World(8, 2)
@@ -83,5 +84,7 @@ def test_bytes_of_a_meeting(bits: int, width: float) -> None:
     form = OuterFormat.of(outer, 4, sums=4)
     assert form is not None and OuterFormat.of(outer, 1, sums=4) is None
     n, grid = 1 << 16, make_grid(8, 2, outer=4)
-    there, back = form.meeting(UnitShape(n, 0, False).plan(grid, Formats(2, 4)), grid)[:2]
+    there, back = form.meeting(UnitShape(n, 0, False).plan(UnitCut.of(grid.data_axes), Formats(2, 4)), grid)[
+        :2
+    ]
     assert there.sent == back.sent == 3 / 4 * width * n / grid.dp

@@ -20,7 +20,7 @@ from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
 from fsdp2_patch.refusals import not_sharded
 from fsdp2_patch.report import start_line
-from fsdp2_patch.torch_parts import KNOWN, NEEDED, check_torch
+from fsdp2_patch.torch_parts import NEEDED, check_torch
 from fsdp2_patch.weights import KeptAllGather
 from megatron_core_patch.options import PatchOptions
 from megazero.comm.codec import Blockwise, codecs_of
@@ -30,15 +30,11 @@ from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.kernels.arena import Arena
 from megazero.mesh.levels import INTER
 from megazero.patches.checks import Differences, refuse_recording
-from megazero.patches.names import Replaced, lookup, missing, release
+from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
 from tests import ROOT
 from tests.messages import names, refused
-
-KNOWN_TORCH = pytest.mark.skipif(
-    release(torch.__version__) < KNOWN[0], reason="fsdp2_patch refuses this torch"
-)
 
 
 def test_words() -> None:
@@ -122,13 +118,6 @@ def test_exact_neighbours_move_as_one() -> None:
     assert region.runs == ((0, 18, 0),) and region.numel == 20
 
 
-@pytest.mark.skipif(release(torch.__version__) >= KNOWN[0], reason="this torch is known")
-def test_an_older_torch_is_refused() -> None:
-    with refused(torch.__version__, "2.12"):
-        check_torch()
-
-
-@KNOWN_TORCH
 def test_the_private_parts_are_there_in_this_torch() -> None:
     check_torch()
     assert not list(missing(NEEDED))
@@ -137,7 +126,6 @@ def test_the_private_parts_are_there_in_this_torch() -> None:
             lookup(module, path)
 
 
-@KNOWN_TORCH
 def test_a_name_that_is_replaced_keeps_its_signature() -> None:
     replaced = Replaced()
     for module, paths in NEEDED.items():

@@ -99,15 +99,16 @@ def test_processors_hold_what_is_gathered_ahead_twice() -> None:
 
 @pytest.mark.parametrize("delta", [False, True], ids=["whole", "differences"])
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("exact_numel", [0, 512], ids=["one region", "two"])
 @pytest.mark.parametrize("shards", [(1, 1, 4), (2, 4, 4), (2, 2, 4), (4, 4, 4)], ids=str)
 def test_a_gathers_messages(
-    shards: tuple[int, int, int], bits: int, delta: bool, monkeypatch: pytest.MonkeyPatch
+    shards: tuple[int, int, int], exact_numel: int, bits: int, delta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refresh of differences has the difference and the rounded master, too, beside its messages."""
+    """A refresh of differences has the difference and the rounded master, too, beside its messages. With two regions
+    the messages of its gather are not the parameters."""
     codecs = zero.Codecs(weights=Blockwise(bits, BLOCK), delta=delta)
-    engine = Cluster(
-        CPU, 3, monkeypatch, shards=shards, policy=zero.Policy(codecs=codecs, block=BLOCK)
-    ).engine
+    policy = zero.Policy(codecs=codecs, block=BLOCK, exact_numel=exact_numel)
+    engine = Cluster(CPU, 3, monkeypatch, shards=shards, policy=policy).engine
     monkeypatch.setattr(Wire, "gather", alike)
     engine.rounding.names = ()  # no unit's rounding is measured: that has buffers of its own
     engine.invalidate()
@@ -119,7 +120,9 @@ def test_a_gathers_messages(
     lifetime = "use" if p == os else "resident" if p == 1 or delta else "step"
     formats = Formats(2, 4, Codecs(Coding(bits, BLOCK), delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, 0)
-    said = states.plan(UnitShape(unit.layout.numel, 0, True)).transient_bytes
+    coded, *exact = (numel for _, numel in unit.layout.regions)
+    assert len(exact) == (exact_numel > 0)
+    said = states.plan(UnitShape(coded, sum(exact), True)).transient_bytes
     assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
 
 

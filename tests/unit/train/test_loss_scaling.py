@@ -111,7 +111,7 @@ def test_a_step_that_moved_some_replica_is_not_left_out_of_the_schedule() -> Non
     trainer._sums_of_replicas.return_value = [1.0, 1.0]
     for norms in ((1.0, torch.inf), (torch.inf, torch.inf)):
         trainer._step.return_value = StepInfo(norms[0], skipped=False, replica_norms=norms)
-        Trainer._iterate(trainer, SimpleNamespace(consumed=0))  # type: ignore[arg-type]
+        Trainer._iterate(trainer, SimpleNamespace(consumed=0, state=0))  # type: ignore[arg-type]
     assert trainer.scaling.skipped_iterations == 1 and trainer.scaling.hysteresis_tracker == 0
 
 
