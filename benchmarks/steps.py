@@ -138,7 +138,7 @@ def ours(
     unit. ep: ranks that share experts. If the policy has outer steps, each node is an outer replica."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     replicas = world // ranks_per_node if policy and policy.outer else 1
-    factors = resolve_shards(shards, world // replicas, min(world, ranks_per_node)).factors
+    factors = resolve_shards(shards, world // replicas, (min(world, ranks_per_node),)).factors
     mesh = shared_mesh(factors, ranks_per_node, device, replicas, ep)
     made = engine_step(shape, mesh, policy=policy, joined=joined)
     mesh.release()  # for the next contestant: they take turns, so theirs are never collectives of two engines at once

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megazero.comm.wire import filled
 from megazero.kernels.arena import Take
 
 
@@ -58,9 +59,9 @@ class Packing:
                         runs[-1] = (runs[-1][0], runs[-1][1] + numel, runs[-1][2])
                     else:
                         runs.append((start, numel, place))
-                    place = _up(place + numel, aligned)
+                    place = filled(place + numel, aligned)
             if runs:
-                regions.append(Region(tuple(runs), _up(place, aligned * shares)))
+                regions.append(Region(tuple(runs), filled(place, aligned * shares)))
         return cls(tuple(regions))
 
     @property
@@ -84,7 +85,3 @@ class Packing:
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return the regions [..., numel] of a tensor [..., numel of all] that has them one behind the other."""
         return list(whole.split([region.numel for region in self.regions], dim=-1))
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -74,11 +74,7 @@ def gather_columns(part: Columns, params: torch.Tensor, channel: Channel) -> Cha
 
 
 def gather_coded(
-    part: CodedBlocks,
-    params: torch.Tensor,
-    codec: Blockwise,
-    held: torch.Tensor | None,
-    channel: Channel,
+    part: CodedBlocks, params: torch.Tensor, codec: Blockwise, held: torch.Tensor | None, channel: Channel
 ) -> Chain:
     """Give every rank these blocks of all rows, quantised, from each row's owner.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from megazero.files import replacing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille cell, by row and column
@@ -47,15 +46,6 @@ def png(figure: Figure) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
-
-
-def stacked_bars(axes: Axes, names: Sequence[str], items: Mapping[str, Sequence[float]]) -> None:
-    """Draw a horizontal bar for each name, stacked from the items' values, without items that are 0 everywhere."""
-    left = [0.0] * len(names)
-    for number, (item, values) in enumerate(items.items()):
-        if any(values):
-            axes.barh(names, values, left=left, color=f"C{number}", label=item)
-        left = [start + value for start, value in zip(left, values, strict=True)]
 
 
 def text_chart(

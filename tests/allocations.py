@@ -46,7 +46,7 @@ def stepping(name: str, **options: Any) -> Iterator[tuple[Step, zero.Engine]]:
     form, stages = CASES[name]
     preset, policy = policies()[form]
     cpu, rank = torch.device("cpu"), 4 * stages - 1
-    with lone_rank(4, 2, resolve_shards(preset, 4, 2).factors, cpu, rank, stages) as mesh:
+    with lone_rank(4, 2, resolve_shards(preset, 4, (2,)).factors, cpu, rank, stages) as mesh:
         if stages == 1:
             yield engine_step(SMALL, mesh, **{"policy": policy, **options})
             return

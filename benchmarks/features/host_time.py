@@ -151,7 +151,7 @@ def ours(shape: Shape, preset: str, stack: ExitStack) -> Step:
     policy = known[preset][1]
     if not policy.codecs.exact:
         policy = replace(policy, exact_numel=shape.hidden)  # norms, as a run's default of a larger model
-    factors = resolve_shards(preset, RANKS * nodes, RANKS).factors
+    factors = resolve_shards(preset, RANKS * nodes, (RANKS,)).factors
     mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
     update = partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)  # which a run on a card has
     step, engine = engine_step(shape, mesh, policy=policy, traits=undecayed, optimizer=update)

@@ -29,7 +29,7 @@ def run(setting: Setting, record: Record) -> None:
         f"N = {n / 1e6:.1f}M parameters; one rank of {WORLD} on 2 nodes, recompute none, 1 micro-batch"
     )
     for preset in PRESETS:
-        factors = resolve_shards(preset, WORLD, NODE).factors
+        factors = resolve_shards(preset, WORLD, (NODE,)).factors
         p, g, os = factors
         with record.attempt(preset=preset, P=p, G=g, OS=os) as row:
             setting.need(3)

@@ -96,7 +96,9 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1, shared: boo
 
     def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
         ranks = nodes * ranks_per_node
-        return resolve_shards((1, 1, ranks) if shards == "1,1,d" else shards, ranks, ranks_per_node).factors
+        return resolve_shards(
+            (1, 1, ranks) if shards == "1,1,d" else shards, ranks, (ranks_per_node,)
+        ).factors
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
         chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)

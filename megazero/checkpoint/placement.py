@@ -57,10 +57,7 @@ class Placement:
 
     @staticmethod
     def plain(
-        name: str,
-        shape: Sequence[int],
-        local_shape: Sequence[int] | None = None,
-        offset0: int = 0,
+        name: str, shape: Sequence[int], local_shape: Sequence[int] | None = None, offset0: int = 0
     ) -> Placement:
         """Make one box of whole rows: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end.
 

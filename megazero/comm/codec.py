@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.made_once import made_once
-from megazero.comm.wire import ALIGN, Codecs, Coding, filled
+from megazero.comm.wire import ALIGN, Codecs, Coding, MessageFormat, filled
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import dequantize
@@ -36,7 +36,7 @@ from megazero.kernels.sum_rows import sum_rows
 __all__ = ["Blockwise", "Codec", "Hadamard", "Identity", "decoded", "encoded"]
 
 
-class Codec(Protocol):
+class Codec(MessageFormat, Protocol):
     """The interface of every wire format."""
 
     @property
@@ -44,10 +44,6 @@ class Codec(Protocol):
 
     def message_numel(self, n: int, exact: int = 0) -> int:
         """Return how many elements of wire_dtype a slice of n elements and ``exact`` exact elements takes."""
-        ...
-
-    def message_bytes(self, n: int, exact: int = 0) -> int:
-        """Return the bytes of a slice of n elements and of ``exact`` bytes that are sent as they are."""
         ...
 
     def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -322,11 +318,7 @@ def encoded(codec: Codec, regions: Sequence[Tensor], take: Take) -> Tensor:
 
 
 def decoded(
-    codec: Codec,
-    messages: Tensor,
-    like: Sequence[Tensor],
-    take: Take,
-    dtype: torch.dtype | None = None,
+    codec: Codec, messages: Tensor, like: Sequence[Tensor], take: Take, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     """Decode messages [k, m] into buffers that ``take`` gives, one [k, n] per region.
 

@@ -183,10 +183,7 @@ class Peers:
         came = self.start_route(_encoded(codec, leaving), *others).wait()
         out = rows.new_empty(sum(received), rows.shape[1])
         out[coming : coming + len(kept)] = kept
-        for part, messages in (
-            (out[:coming], came[:coming]),
-            (out[coming + len(kept) :], came[coming:]),
-        ):
+        for part, messages in ((out[:coming], came[:coming]), (out[coming + len(kept) :], came[coming:])):
             if len(part):
                 codec.decode(messages, part)
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 # Elements that share a scale, by bits. Squared error relative to the values' (1M normal; 1M of Student's t with 4
 # degrees, heavy-tailed as gradients are) against bytes per element all in:
@@ -45,7 +45,15 @@ def filled(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-Format = TypeVar("Format")  # a Coding, or the codec that encodes it
+class MessageFormat(Protocol):
+    """A format of messages: a Coding, or the codec that encodes it."""
+
+    def message_bytes(self, n: int, exact: int = 0) -> int:
+        """Return the bytes of a message of n elements and of ``exact`` bytes that are sent as they are."""
+        ...
+
+
+Format = TypeVar("Format", bound=MessageFormat)
 
 
 @dataclass(frozen=True)

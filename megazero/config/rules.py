@@ -22,10 +22,7 @@ from megazero.config.options.callback_words import parse_callback
 from megazero.config.options.data_inputs import PARTS, TOKENIZERS, parse_data_path, parse_split
 from megazero.config.options.data_sources import data_kind
 from megazero.config.options.fields import typed
-from megazero.config.options.optimizers import (
-    OPTIMIZERS,
-    SMALL_MOMENTS,
-)
+from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import ramp_fault

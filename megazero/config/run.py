@@ -12,12 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 from megazero.comm.wire import Coding
 from megazero.config.errors import ConfigError
 from megazero.config.layout.context import gather_coding, levels
-from megazero.config.layout.pipeline import (
-    partition_method,
-    schedule_name,
-    stage_costs,
-    virtual_stages,
-)
+from megazero.config.layout.pipeline import partition_method, schedule_name, stage_costs, virtual_stages
 from megazero.config.layout.shards import DEFAULT_PRESET, Shards, resolve_shards
 from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
 from megazero.config.model.section import ModelConfig, as_trained, complete
@@ -335,12 +330,11 @@ class RunConfig:
         return resolve_shards(
             self.zero.zero_shard or self.zero.zero_preset or DEFAULT_PRESET,
             self.shard_ranks(world),
-            self.data_ranks_per_node(world),
+            self.data_ranks(world),
             self.zero.zero_params_lifetime,
             self.zero.zero_hpz_partition_size,
             quantizes_changes(self.zero),
             self.zero.zero_gradients_lifetime,
-            self.data_ranks(world)[1:],
         )
 
     def wire(self, world: World) -> Wire:
@@ -348,8 +342,7 @@ class RunConfig:
 
         Raises ValueError if there are no legal shards, or if formats have no effect.
         """
-        h, *above = self.data_ranks(world)
-        wire = resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), h, above)
+        wire = resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), self.data_ranks(world))
         return replace(wire, least_block=max(wire.least_block, self.optimizer.moment_block))
 
     def num_micro_batches(self, world: World) -> int:

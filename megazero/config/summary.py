@@ -61,7 +61,7 @@ def note_lines(config: RunConfig) -> list[str]:
 
 def _layout(config: RunConfig, world: World) -> list[str]:
     d, micro_batches = config.shard_ranks(world), config.num_micro_batches(world)
-    (h, *above), shards, wire = config.data_ranks(world), config.shards(world), config.wire(world)
+    (h, *_), shards, wire = config.data_ranks(world), config.shards(world), config.wire(world)
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     replicas = config.outer_replicas(world)
     apart = f"{replicas} outer replicas x " if replicas > 1 else ""
@@ -95,7 +95,9 @@ def _layout(config: RunConfig, world: World) -> list[str]:
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO
-    lines.append(AUTO_SUMMARY if auto else zero_summary(config.zero, shards, wire, d, h, above))
+    lines.append(
+        AUTO_SUMMARY if auto else zero_summary(config.zero, shards, wire, d, config.data_ranks(world))
+    )
     size = f"{config.batch.micro_batch_size} sample{samples}"
     lines.append(f"{micro_batches} micro-batch{'e' * bool(batches)}{batches} of {size} on each rank")
     return lines + (_pipeline(config, pp, micro_batches) if pp > 1 else [])
@@ -182,13 +184,9 @@ def model_summary(model: ModelConfig, tp: int) -> str:
 AUTO_SUMMARY = "ZeRO: preset auto, chosen by the planner when the ranks have met"
 
 
-def zero_summary(
-    zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int, above: Sequence[int] = ()
-) -> str:
-    """Describe the ZeRO policy hop by hop, on d data-parallel ranks of which h share a node, and ``above`` of them
-    each higher level.
-    """
-    axes = _data_axes(shards, d, h, above)
+def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, near: Sequence[int]) -> str:
+    """Describe the ZeRO policy hop by hop, on d data-parallel ranks, of which so many share each lower level."""
+    axes, h = _data_axes(shards, d, near), near[0]
     name = f"preset {zero.zero_preset}" if zero.zero_preset else "--zero-shard"
     nodes, ranks = "1 node" if d == h else f"{d // h} nodes", f"{d} data-parallel rank{'s' * (d != 1)}"
     parts = [
@@ -205,15 +203,16 @@ def zero_summary(
     return " | ".join(parts)
 
 
-def _data_axes(shards: Shards, d: int, h: int, above: Sequence[int]) -> tuple[AxisSpec, ...]:
+def _data_axes(shards: Shards, d: int, near: Sequence[int]) -> tuple[AxisSpec, ...]:
+    h, *above = near
     return make_grid(d, h, shards=shards.factors, level_sizes=tuple(ranks // h for ranks in above)).data_axes
 
 
 def rounded_summary(config: RunConfig, world: World) -> str:
     """Describe what ranks send in fewer bits than they compute in, or return ""."""
     wire, outer = config.wire(world), config.outer
-    d, (h, *above), shards = config.shard_ranks(world), config.data_ranks(world), config.shards(world)
-    axes = _data_axes(shards, d, h, above)
+    shards = config.shards(world)
+    axes = _data_axes(shards, config.shard_ranks(world), config.data_ranks(world))
     parts = [_weights(config.zero, wire, axes)] if wire.weights else []
     if wire.gradients:
         parts.append(_gradients(config.zero, wire, axes, shards.whole_gradients))

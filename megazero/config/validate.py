@@ -148,7 +148,7 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
         return
     try:
         resolve_shards(
-            shard, max(shard[-1], 1), 1, zero.zero_params_lifetime, gradients=zero.zero_gradients_lifetime
+            shard, max(shard[-1], 1), (1,), zero.zero_params_lifetime, gradients=zero.zero_gradients_lifetime
         )
     except ValueError as error:
         yield str(error)
@@ -168,10 +168,10 @@ def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     try:
         if config.replica_world(world) != world:
             where = "in each outer replica, "
-        d, (h, *above) = config.shard_ranks(world), config.data_ranks(world)
+        d, near = config.shard_ranks(world), config.data_ranks(world)
     except ValueError as error:
         return [f"{where}{error}"]
-    problem = context_problem(config.parallel.context_parallel_size, d, h, above=above)
+    problem = context_problem(config.parallel.context_parallel_size, d, near)
     return [problem] if problem else []
 
 
@@ -188,21 +188,20 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
     known = config.knows_nodes(world)
     config, world = _with_nodes(config, world)
     with suppress(ValueError):
-        h, *above = config.data_ranks(world)
+        near = config.data_ranks(world)
         problem = expert_problem(
             ep,
             experts,
             tp,
             config.shards(world).factors,
             config.shard_ranks(world),
-            h,
+            near,
             parallel.use_tp_pp_dp_mapping,
             across=way != "no",
-            above=above,
         )
         if problem:
             yield problem
-        elif way != "no" and known and ep <= h * tp and not config.batch.elastic:
+        elif way != "no" and known and ep <= near[0] * tp and not config.batch.elastic:
             yield (
                 f"--moe-dispatch-across-nodes {way} is for rows that go to other nodes, and the {ep} ranks that "
                 "share the experts lie on one; nearest: no"

@@ -27,9 +27,7 @@ class ToHf:
     """Write a checkpoint as a Hugging Face folder."""
 
     checkpoint: str = option(
-        MISSING,
-        "folder that --save named in training (its newest checkpoint), or one of its iter_* folders",
-        place="CHECKPOINT",
+        MISSING, "--save folder (its newest checkpoint), or one of its iter_* folders", place="CHECKPOINT"
     )
     folder: str = option(MISSING, "folder to write; it must not exist", place="DIR")
     ckpt_step: int | None = option(None, "iteration of the checkpoint to read (default: the newest)", low=0)
@@ -66,9 +64,7 @@ class FromMegatron:
     """Write a Megatron checkpoint as a megazero checkpoint."""
 
     folder: str = option(
-        MISSING,
-        "folder that Megatron's --save named (its newest iteration), or one of its iter_* folders",
-        place="DIR",
+        MISSING, "Megatron's --save folder (its newest iteration), or one of its iter_* folders", place="DIR"
     )
     checkpoint: str = option_of(FromHf, "checkpoint")
     flags: tuple[str, ...] = option(

@@ -133,10 +133,7 @@ def relative(
 
 
 LLAMA = relative(
-    "llama",
-    "LlamaForCausalLM",
-    names=(NAMES, SANDWICH_NAMES),
-    groups=(biases(mlp=True), ROTARY, WHOLE_HEADS),
+    "llama", "LlamaForCausalLM", names=(NAMES, SANDWICH_NAMES), groups=(biases(mlp=True), ROTARY, WHOLE_HEADS)
 )
 MISTRAL = relative(
     "mistral",

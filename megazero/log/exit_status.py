@@ -56,12 +56,7 @@ class ExitStatus(IntEnum):
 
 
 # What may only follow from another rank's loss, or from the launcher's signals after it.
-_SEEN_FROM_OUTSIDE = {
-    ExitStatus.RANK_LOST,
-    ExitStatus.STOPPED,
-    ExitStatus.INTERRUPTED,
-    ExitStatus.UNEXPECTED,
-}
+_SEEN_FROM_OUTSIDE = {ExitStatus.RANK_LOST, ExitStatus.STOPPED, ExitStatus.INTERRUPTED, ExitStatus.UNEXPECTED}
 
 
 def status_of(error: BaseException) -> ExitStatus:

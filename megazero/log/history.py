@@ -115,12 +115,7 @@ def read_events(log_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [line for _, line in read_lines(file.read_bytes())[0]] if file.exists() else []
 
 
-def record_end(
-    log_dir: str | None,
-    status: ExitStatus,
-    why: str,
-    progress: Mapping[str, Any],
-) -> None:
+def record_end(log_dir: str | None, status: ExitStatus, why: str, progress: Mapping[str, Any]) -> None:
     """Record the exit status (``record_status``), and the end in LOG_DIR/events.jsonl. A full log disk does no harm.
 
     log_dir: None if another run writes there. progress: how far the run came. Call it on any rank that knows why the

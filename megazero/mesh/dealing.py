@@ -125,12 +125,7 @@ class Dealing:
     """
 
     def __init__(
-        self,
-        matrices: Sequence[Cut],
-        sizes: Sequence[int],
-        crosses: Sequence[bool],
-        tp: int,
-        limit: int,
+        self, matrices: Sequence[Cut], sizes: Sequence[int], crosses: Sequence[bool], tp: int, limit: int
     ) -> None:
         self.matrices, self.tp = matrices, tp
         self.sizes = (*sizes, tp) if tp > 1 else tuple(sizes)

@@ -151,7 +151,7 @@ class Grid:
         if together == 1:
             return self.data_axes
         near = [max(1, ranks // together) for ranks in self._data_ranks]
-        cuts = data_cuts(self.dp // together, near[0], self.expert_shards, near[1:])
+        cuts = data_cuts(self.dp // together, near, self.expert_shards)
         own = _sub_axes(self.levels, cuts, self.expert_shards, self.dp_stride * together)
         shared = set(self.data_axes)
         return tuple(axis if axis in shared else replace(axis, name=f"x{axis.name}") for axis in own)
@@ -256,58 +256,57 @@ def _data_ranks(level: Level, d: int, tp: int, pp: int, dp_outermost: bool) -> i
     return min(d, room)
 
 
-def data_cuts(d: int, h: int, shards: tuple[int, int, int], above: Sequence[int] = ()) -> list[int]:
+def data_cuts(d: int, near: Sequence[int], shards: tuple[int, int, int]) -> list[int]:
     """Return the ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks.
 
-    They are the shard factors and the boundaries of levels: h of the ranks share a node, ``above`` of them each
-    level between node and whole. Each cut divides the next, if the factors are legal (shard_problem).
+    They are the shard factors and the boundaries of levels (``near``: data_ranks). Each divides the next, if the
+    factors are legal (shard_problem).
     """
-    return sorted({1, *shards, h, *above, d})
+    return sorted({1, *shards, *near, d})
 
 
-def shard_problem(shards: tuple[int, int, int], d: int, h: int, above: Sequence[int] = ()) -> str:
-    """Say what is illegal about (P, G, OS) over d data-parallel ranks, h to a node, with the nearest legal choice.
+def shard_problem(shards: tuple[int, int, int], d: int, near: Sequence[int]) -> str:
+    """Say what is illegal about (P, G, OS) over d data-parallel ranks, with the nearest legal choice.
 
-    Returns '' if nothing is illegal. P must divide G, G must divide OS and OS must divide d, and each must divide h
-    or be a multiple of it, and so with the ranks of each level ``above``: every transition between them is then one
-    collective on one mesh axis.
+    Returns '' if nothing is illegal. near: how many of the ranks share each level below the whole (data_ranks). P
+    must divide G, G must divide OS and OS must divide d, and each must divide, or be a multiple of, every one of
+    ``near``: every transition between them is then one collective on one mesh axis.
     """
-    faults = _shard_faults(shards, d, h, above)
+    faults = _shard_faults(shards, d, near)
     if not faults:
         return ""
     return (
         f"shard factors P,G,OS = {','.join(map(str, shards))} over {d} data-parallel ranks: {', '.join(faults)}; "
-        f"nearest legal: {','.join(map(str, nearest_shards(shards, d, h, above)))}"
+        f"nearest legal: {','.join(map(str, nearest_shards(shards, d, near)))}"
     )
 
 
-def whole_parts(d: int, *near: int) -> list[int]:
+def whole_parts(d: int, near: Sequence[int]) -> list[int]:
     """Return the divisors of d that divide each of ``near``, the data-parallel ranks of a level, or are multiples."""
     return [k for k in range(1, d + 1) if d % k == 0 and all(n % k == 0 or k % n == 0 for n in near)]
 
 
-def context_problem(cp: int, d: int, h: int, keys: int = 1, above: Sequence[int] = ()) -> str:
-    """Say what is illegal about ``cp`` of d data-parallel ranks, h to a node, that share samples, with the nearest
-    legal choice. Returns '' if nothing is illegal. ``keys``: groups of them that gather each other's keys and
-    values. ``above``: the ranks of each higher level.
+def context_problem(cp: int, d: int, near: Sequence[int], keys: int = 1) -> str:
+    """Say what is illegal about ``cp`` of d data-parallel ranks that share samples, with the nearest legal choice.
 
-    cp must divide d, so that groups are equal, and divide h or be a multiple of it, so that none straddles a node,
-    nor a higher level. Those of a group must lie on one node, if there are several: keys and values are fewer bytes
-    to cross with.
+    Returns '' if nothing is illegal. near: as in ``shard_problem``. keys: groups of them that gather each other's
+    keys and values. cp must divide d, so that groups are equal, and divide each of ``near`` or be a multiple of it,
+    so that none straddles a node, nor a higher level. Those of a group must lie on one node, if there are several:
+    keys and values are fewer bytes to cross with.
     """
-    legal = whole_parts(d, h, *above)
+    legal, h = whole_parts(d, near), near[0]
     if cp in legal:
-        near = min(cp, h)
-        if keys == 1 or near % (cp // keys) == 0:
+        held = min(cp, h)
+        if keys == 1 or held % (cp // keys) == 0:
             return ""
-        heads = nearest_divisor(near, cp // keys)
+        heads = nearest_divisor(held, cp // keys)
         return (
             f"--hierarchical-context-parallel-sizes {cp // keys} {keys}: of the ranks that swap heads a node holds "
-            f"{near}; nearest: {heads} {cp // heads}"
+            f"{held}; nearest: {heads} {cp // heads}"
         )
     why = f"{h} of them per node" if d % cp == 0 else "which it does not divide"
-    near = min(legal, key=lambda k: (abs(log(k / cp)), k))
-    return f"--context-parallel-size {cp} over {d} data-parallel ranks, {why}; nearest: {near}"
+    nearest = min(legal, key=lambda k: (abs(log(k / cp)), k))
+    return f"--context-parallel-size {cp} over {d} data-parallel ranks, {why}; nearest: {nearest}"
 
 
 def expert_shards(shards: tuple[int, int, int], together: int) -> tuple[int, int, int]:
@@ -322,25 +321,26 @@ def expert_problem(
     tp: int,
     shards: tuple[int, int, int],
     d: int,
-    h: int,
+    near: Sequence[int],
     dp_outermost: bool = False,
     across: bool = False,
-    above: Sequence[int] = (),
 ) -> str:
     """Say what is illegal about ``ep`` ranks that share ``experts``, with the nearest legal choice.
 
-    Returns '' if nothing is illegal. shards, d, h and above: as in ``shard_problem``. ep must divide the experts, be
+    Returns '' if nothing is illegal. shards, d and near: as in ``shard_problem``. ep must divide the experts, be
     1 or a multiple of tp, and lie inside a node or, with ``across``, be the ranks of whole nodes. Of its d' = ep / tp
     data-parallel ranks, P, G and OS must each be a divisor or a multiple: what is left of every factor is then a
     factor among the ranks that hold the same experts.
     """
-    rest = experts, tp, shards, d, h, dp_outermost, across, above
+    rest = experts, tp, shards, d, near, dp_outermost, across
     faults = _expert_faults(ep, *rest)
     if not faults:
         return ""
     legal = [k for k in range(1, experts + 1) if not _expert_faults(k, *rest)]
-    near = min(legal, key=lambda k: (round(abs(log(k / max(ep, 1))), 9), -k))  # of two, that of less memory
-    return f"--expert-model-parallel-size {ep}: {', '.join(faults)}; nearest: {near}"
+    nearest = min(
+        legal, key=lambda k: (round(abs(log(k / max(ep, 1))), 9), -k)
+    )  # of two, that of less memory
+    return f"--expert-model-parallel-size {ep}: {', '.join(faults)}; nearest: {nearest}"
 
 
 def _expert_faults(
@@ -349,17 +349,16 @@ def _expert_faults(
     tp: int,
     shards: tuple[int, int, int],
     d: int,
-    h: int,
+    near: Sequence[int],
     dp_outermost: bool,
     across: bool,
-    above: Sequence[int],
 ) -> list[str]:
     faults = [f"it does not divide {experts} experts"] if experts % ep else []
     if ep == 1:
         return faults
     if ep % tp:
         return [*faults, f"it is not a multiple of --tensor-model-parallel-size {tp}"]
-    together = ep // tp
+    together, h = ep // tp, near[0]
     with_tp = f" x {tp} tensor-parallel ranks" if tp > 1 else ""
     if h % together and (together % h or d % together):
         of_all = f" of {d}" if across else ""
@@ -371,7 +370,7 @@ def _expert_faults(
         )
     faults += [
         f"its ranks straddle a {part}, which has {n} data-parallel ranks{with_tp}"
-        for part, n in zip(BETWEEN, above, strict=False)
+        for part, n in zip(BETWEEN, near[1:], strict=False)
         if n % together and together % n
     ]
     if dp_outermost and together > 1:
@@ -409,25 +408,23 @@ def own_spans(length: int, rank: int, heads: int, keys: int) -> list[range]:
     return own
 
 
-def _shard_faults(shards: tuple[int, int, int], d: int, h: int, above: Sequence[int]) -> list[str]:
+def _shard_faults(shards: tuple[int, int, int], d: int, near: Sequence[int]) -> list[str]:
     if min(shards) < 1:
         return ["factors are at least 1"]
     chain = list(zip(("P", "G", "OS", "d"), (*shards, d), strict=True))
     faults = [f"{low} = {a} does not divide {high} = {b}" for (low, a), (high, b) in pairwise(chain) if b % a]
     faults += [
         f"{name} = {k} neither divides nor is a multiple of the {n} data-parallel ranks per {part}"
-        for part, n in zip((NODE, *BETWEEN), (h, *above), strict=False)
+        for part, n in zip((NODE, *BETWEEN), near, strict=False)
         for name, k in {k: (name, k) for name, k in chain[:3]}.values()
         if n % k and k % n
     ]
     return faults
 
 
-def nearest_shards(
-    wanted: tuple[int, int, int], d: int, h: int, above: Sequence[int] = ()
-) -> tuple[int, int, int]:
+def nearest_shards(wanted: tuple[int, int, int], d: int, near: Sequence[int]) -> tuple[int, int, int]:
     """Return the legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted``. A tie goes to less memory."""
-    return nearest_chain(wanted, whole_parts(d, h, *above))
+    return nearest_chain(wanted, whole_parts(d, near))
 
 
 def nearest_chain(wanted: tuple[int, int, int], legal: Sequence[int]) -> tuple[int, int, int]:
@@ -486,12 +483,11 @@ def make_grid(
         one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, 1, cp, cp_keys, ep, level_sizes)
         axis = _spec(levels, "outer", "outer", outer, inside)
         return replace(one, levels=levels, axes=(axis, *one.axes), outer=outer)
-    h, *above = data_ranks(levels, tp, pp, dp_outermost)
-    d = world_size // (tp * pp)
-    problem = shard_problem(shards, d, h, above) or context_problem(cp, d, h, cp_keys, above)
-    if problem := problem or expert_problem(ep, ep, tp, shards, d, h, dp_outermost, True, above):
+    d, near = world_size // (tp * pp), data_ranks(levels, tp, pp, dp_outermost)
+    problem = shard_problem(shards, d, near) or context_problem(cp, d, near, cp_keys)
+    if problem := problem or expert_problem(ep, ep, tp, shards, d, near, dp_outermost, True):
         raise ValueError(problem)
-    data = _sub_axes(levels, data_cuts(d, h, shards, above), shards, tp * pp if dp_outermost else tp)
+    data = _sub_axes(levels, data_cuts(d, near, shards), shards, tp * pp if dp_outermost else tp)
     pipeline = _spec(levels, "pp", "pp", pp, tp if dp_outermost else tp * d)
     tensor = _spec(levels, "tp", "tp", tp, 1)
     axes = [*data[::-1], pipeline, tensor] if dp_outermost else [pipeline, *data[::-1], tensor]

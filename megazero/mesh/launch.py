@@ -133,10 +133,7 @@ def take_number(argv: Sequence[str], key: str, takes: str, least: int) -> tuple[
 def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the variables by which a process is one of the ``ranks`` of this machine alone: torchrun's."""
     here = zip(LAUNCHERS["torchrun"], (rank, ranks, rank, ranks), strict=True)
-    return {name: f"{value}" for name, value in here} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": f"{port}",
-    }
+    return {name: f"{value}" for name, value in here} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
 
 
 def torchrun_error_file() -> str | None:

@@ -75,12 +75,7 @@ class LocalRanks:
         return [each.value for each in answers]
 
     def ask(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        world: int,
-        timeout: float,
-        grace: float = GRACE_S,
+        self, function: Callable[..., Any], *args: Any, world: int, timeout: float, grace: float = GRACE_S
     ) -> list[Answer]:
         """Do the same as ``call``, but return every rank's answer.
 

@@ -379,13 +379,6 @@ class Decoder(nn.Module):
         words = {n: p for n, p in self.named_parameters() if self.specs[n].vocabulary}
         return {name: shard.valid * (p.numel() // shard.rows) for name, p in words.items()}
 
-    def embedding_and_head(self) -> set[str]:
-        """Return which of the two tables of tokens, of the input and of the output, are held here.
-
-        Learned positions are not among them.
-        """
-        return {name for name, p in self.specs.items() if p.vocabulary}
-
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor

@@ -125,13 +125,7 @@ _PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
 
 
 @contextmanager
-def readable_failures(
-    *,
-    rank: int,
-    host: str,
-    timeout_s: float,
-    phase: Callable[[], str],
-) -> Iterator[None]:
+def readable_failures(*, rank: int, host: str, timeout_s: float, phase: Callable[[], str]) -> Iterator[None]:
     """Turn the exception of a failed collective into a RankFailure. Other exceptions pass unchanged.
 
     The RankFailure names the rank, the host, the phase, the time-out, the cure, and the peer if the message has its

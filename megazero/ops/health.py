@@ -93,10 +93,7 @@ def check_health(
     _refuse(device_faults(every))
     notes = [*differences(every), *(check_storage(save, nodes) if save is not None else ())]
     seconds = time.monotonic() - began
-    return nodes, (
-        f"health check of {len(nodes)} ranks on {len(set(nodes))} nodes: {seconds:.1f} s",
-        *notes,
-    )
+    return nodes, (f"health check of {len(nodes)} ranks on {len(set(nodes))} nodes: {seconds:.1f} s", *notes)
 
 
 def check_storage(save: Storage, nodes: Sequence[str]) -> list[str]:

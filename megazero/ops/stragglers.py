@@ -47,12 +47,7 @@ class Stragglers:
     does.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Sequence[int]],
-        hosts: Sequence[str],
-        judges: bool,
-    ) -> None:
+    def __init__(self, stages: Sequence[Sequence[int]], hosts: Sequence[str], judges: bool) -> None:
         every = range(len(hosts))
         self.peers = [stage if len(stage) > 1 else every for stage in stages]
         self.alone = {stage[0] for stage in stages if len(stage) == 1}

@@ -9,25 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.wire import (
-    PLAIN,
-    Wire,
-    asked_for,
-    is_plain,
-)
-from megazero.config.layout.wire_rules import (
-    LEAST_BLOCK,
-    legal_block,
-    message_facts,
-    unquantised_changes,
-)
-from megazero.config.options.fields import (
-    convert,
-    fault,
-    option,
-    option_of,
-    section_options,
-)
+from megazero.config.layout.wire import PLAIN, Wire, asked_for, is_plain
+from megazero.config.layout.wire_rules import LEAST_BLOCK, legal_block, message_facts, unquantised_changes
+from megazero.config.options.fields import convert, fault, option, option_of, section_options
 from megazero.config.options.needs import without_effect
 from megazero.config.options.sections import BITS, BITS_OF_GRADIENTS, ParallelConfig, ZeroConfig
 from megazero.config.run import REMOVED

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import comb
 from typing import NamedTuple
 
-from megazero.comm.wire import Codecs, Coding
+from megazero.comm.wire import Codecs, Coding, filled
 from megazero.config import RunConfig
 from megazero.config.layout.context import gather_coding
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
@@ -363,7 +363,7 @@ def _coded(gather: ContextExchange, config: RunConfig, elements: Sequence[int]) 
     coding = gather_coding(config.parallel)
     if coding is None or gather.axis.link == INTRA:
         return gather
-    coded = [-(-n // coding.block) * coding.block for n in elements]
+    coded = [filled(n, coding.block) for n in elements]
     row = sum(map(coding.message_bytes, coded))
     return ContextExchange(gather.axis, gather.others, row, True, sum(coded))
 

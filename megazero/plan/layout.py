@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 from megazero.comm.wire import Coding
-from megazero.config import RunConfig
+from megazero.config import RunConfig, World
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS, OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.dealing import ROUND_NUMEL
-from megazero.mesh.grid import AxisSpec, Grid
+from megazero.mesh.grid import Grid
 from megazero.mesh.levels import INTRA
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
@@ -23,7 +22,7 @@ from megazero.plan.communication import Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies, Segment
 from megazero.plan.memory import WAITING, Memory, RankMemory, States
 from megazero.plan.units import LayerMatrix, RankUnits, UnitRule
-from megazero.zero.plan import EXCHANGE, Hop, Hops
+from megazero.zero.plan import EXCHANGE, Hop, Hops, UnitCut
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back
@@ -67,15 +66,13 @@ class Stepped:
     width: int
 
     @cached_property
-    def axes(self) -> list[AxisSpec]:
-        """The axes that cut the states."""
-        axes = communication.axes_of(self.found[0][0].apart, self.grid)
-        return [axis for axis in axes if axis.role in ("p", "g", "os")]
+    def cut(self) -> UnitCut:
+        return UnitCut.of(communication.axes_of(self.found[0][0].apart, self.grid))
 
     @cached_property
     def owners(self) -> int:
         """How many ranks share the states."""
-        return prod(axis.size for axis in self.axes)
+        return self.cut.ranks(self.cut.os)
 
     def _held(self, matrices: Iterable[tuple[LayerMatrix, int]]) -> float:
         return sum(n * matrix.numel for matrix, n in matrices) / self.owners
@@ -90,7 +87,7 @@ class Stepped:
         """The hops to the owners. Tensor-parallel ranks send what they step together."""
         shared = self._held(each for each in self.found if each[0].cut.shared)
         more = communication.update_hops(shared, [self.grid.axis("tp")] if shared else [], self.width)
-        return (*communication.update_hops(self.held, self.axes, self.width), *more)
+        return (*communication.update_hops(self.held, self.cut.axes[: self.cut.os], self.width), *more)
 
     @property
     def moving(self) -> float:
@@ -108,16 +105,24 @@ class Stepped:
         return max(mean, *(cost for _, cost, _ in costs))
 
 
+def states_of(
+    config: RunConfig, world: World, wire: Wire, width: int, sums: int | None = None, on_host: bool = False
+) -> States:
+    """Return the model state of a rank. width, sums: as ``Formats``. Raises ValueError for illegal shards."""
+    shards = config.shards(world)
+    grid, formats = grid_of(config, world, shards.factors), Formats.of(wire, width, sums)
+    outer = OuterFormat.of(config.outer, grid.outer, formats.sums)
+    return States(grid, shards, formats, config.zero.zero_prefetch_bytes, on_host, outer)
+
+
 def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> tuple[States, Wire, UnitRule]:
     """Return what a configuration's shards and formats are. Raises ValueError if they are not legal on the world."""
-    shards, wire = config.shards(base.world), config.wire(base.world)
-    grid = grid_of(base.config, base.world, shards.factors)
-    formats = Formats.of(wire, base.compute.width, sums)
-    outer = OuterFormat.of(config.outer, config.outer_replicas(base.world), formats.sums)
-    states = States(grid, shards, formats, config.zero.zero_prefetch_bytes, base.cluster.on_host, outer)
-    cut = "units", wire, shards.os, grid.outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
+    wire = config.wire(base.world)
+    states = states_of(config, base.world, wire, base.compute.width, sums, base.cluster.on_host)
+    os, outer = states.shards.os, states.grid.outer
+    cut = "units", wire, os, outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
     # Outer steps cut slices once more.
-    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d * grid.outer, shards.os))
+    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d * outer, os))
 
 
 class Layout:
@@ -201,10 +206,7 @@ class Layout:
         return [(str(a.kind.value), a.stage // base.pp) for a in schedule[rank]]
 
     def copies(self, rank: int) -> Copies:
-        uses = [[list(module.units) for module in part] for part in self.units(rank).parts]
-        shards = self.shards
-        kept = shards.keep_gathered or shards.p == 1  # P = 1: the refresh leaves whole parameters
-        return Copies(uses, kept, self.states.prefetch_bytes, shards.whole_gradients)
+        return self.states.copies(self.units(rank))
 
     def chains_of(self, unit: UnitShape) -> UnitChains:
         """Return the chains of a unit."""
@@ -217,8 +219,7 @@ class Layout:
         compute, plan = self.base.compute, self.states.plan(unit)
         summed = plan
         if self.all_reduce:
-            p_and_g = sum(axis.role in ("p", "g") for axis in plan.cut.axes)
-            summed = replace(plan, cut=replace(plan.cut, os=p_and_g))
+            summed = replace(plan, cut=replace(plan.cut, os=UnitCut.of(plan.cut.axes).g))
         last: list[TimedHop] = []
         every: list[TimedHop] = []
         left = unit.elements

@@ -21,6 +21,7 @@ from megazero.config.model.spec import EMBEDDING, is_layer, model_spec, paramete
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import Grid, expert_shards
 from megazero.plan.communication import Formats, OuterFormat, UnitShape, axes_of
+from megazero.plan.gathers import Copies
 from megazero.plan.units import WIDTHS, RankUnits
 from megazero.zero.plan import EXCHANGE, Hops, UnitCut, UnitPlan
 
@@ -97,6 +98,12 @@ class States:
         elements = sum(n * u.elements / self.plan(u).shards[2] for u, n in units.counts)
         matrices = units.matrices_apart.items()
         return elements, sum(n / expert_shards(self.shards.factors, apart)[2] for apart, n in matrices)
+
+    def copies(self, units: RankUnits) -> Copies:
+        """Return how long the copies of a rank's parameters live."""
+        uses = [[module.units for module in part] for part in units.parts]
+        kept = self.shards.keep_gathered or self.shards.p == 1  # P = 1: the refresh leaves whole parameters
+        return Copies(uses, kept, self.prefetch_bytes, self.shards.whole_gradients)
 
     def staged(self, unit: UnitShape) -> bool:
         """Return whether each micro-batch's gradients are reduced (G > 1)."""

@@ -50,9 +50,7 @@ class PlanConfig:
         low=LEAST,
     )
     link_delays: tuple[float, ...] | None = option(
-        None,
-        "with --loss-policy outer, delays in ms that are added to that link's latency (default: 0)",
-        low=0,
+        None, "with --loss-policy outer, delays in ms added to that link's latency (default: 0)", low=0
     )
 
 

@@ -361,7 +361,7 @@ class Search:
     @staticmethod
     def _shards(base: BaseLayout) -> Iterator[Shard]:
         """Yield the (P, G, OS) of a base."""
-        legal = whole_parts(base.d, *base.near)
+        legal = whole_parts(base.d, base.near)
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):

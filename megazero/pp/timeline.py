@@ -58,11 +58,7 @@ class Span:
 
 
 def simulate(
-    schedule: Sequence[Sequence[Action]],
-    pp: int,
-    *,
-    time_of: Callable[[Action], float],
-    latency: float = 0.0,
+    schedule: Sequence[Sequence[Action]], pp: int, *, time_of: Callable[[Action], float], latency: float = 0.0
 ) -> tuple[Span, ...]:
     """Run every action as soon as its rank is free and its inputs are there.
 

@@ -53,10 +53,7 @@ from megazero.zero.optimizer import OptimizerFactory
 
 
 def build_decoder(
-    config: RunConfig,
-    mesh: Mesh,
-    traffic: Traffic | None = None,
-    timed: Callable[[str], Any] = no_timing,
+    config: RunConfig, mesh: Mesh, traffic: Traffic | None = None, timed: Callable[[str], Any] = no_timing
 ) -> Decoder:
     """Build the decoder on the meta device, with this rank's stages and its share of every tensor-parallel parameter.
 
@@ -269,12 +266,7 @@ def dropout_key(config: RunConfig, iteration: int, sample: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def build_pipeline(
-    decoder: Decoder,
-    engine: zero.Engine,
-    config: RunConfig,
-    mesh: Mesh,
-) -> Pipeline:
+def build_pipeline(decoder: Decoder, engine: zero.Engine, config: RunConfig, mesh: Mesh) -> Pipeline:
     """Make the executor that runs MicroBatches by the configuration's pipeline schedule.
 
     Its losses are sums over the tokens that count. The engine's ``waits`` time its waits, too.

@@ -45,12 +45,7 @@ from megazero.train.callbacks.callback import Callback
 from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import (
-    ExpertReport,
-    Prediction,
-    RoundingWatch,
-    StragglerWatch,
-)
+from megazero.train.callbacks.reports import ExpertReport, Prediction, RoundingWatch, StragglerWatch
 from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (

@@ -18,18 +18,8 @@ from megazero.config.model.spec import model_spec
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.models.dtypes import DTYPES
 from megazero.plan import communication
-from megazero.plan.base_layout import grid_of
-from megazero.plan.communication import (
-    Activation,
-    Bytes,
-    ExpertRows,
-    Formats,
-    OuterFormat,
-    UnitShape,
-    expert_rows,
-)
-from megazero.plan.gathers import Copies
-from megazero.plan.memory import States
+from megazero.plan.communication import Activation, Bytes, ExpertRows, UnitShape, expert_rows
+from megazero.plan.layout import states_of
 from megazero.plan.units import RankUnits, UnitRule
 from megazero.pp.schedules import make_schedule
 from megazero.train.parallelize import traits_of
@@ -62,16 +52,14 @@ class ExpectedBytes:
     """
 
     def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
-        self.config, self.shards, wire = config, config.shards(world), config.wire(world)
-        self.grid = grid_of(config, world, self.shards.factors)
-        self.between = f"outer_{self.grid.link(0, self.grid.world_size - 1)}_bytes"
+        self.config, wire = config, config.wire(world)
         # In the exact pass the same parameters lie apart.
         self.wire = replace(Wire(exact_numel=wire.exact_numel) if exact else wire, least_block=block)
-        formats = Formats.of(self.wire, DTYPES[config.precision.params_dtype].itemsize)
-        outer = OuterFormat.of(config.outer, self.grid.outer, formats.sums)
-        self.states = States(self.grid, self.shards, formats, config.zero.zero_prefetch_bytes, outer=outer)
-        self.activation = Activation.of(config, formats.width)
-        self.rule = UnitRule(config, self.wire, self.grid.dp * self.grid.outer, self.shards.os)
+        self.states = states_of(config, world, self.wire, DTYPES[config.precision.params_dtype].itemsize)
+        self.grid, os = self.states.grid, self.states.shards.os
+        self.between = f"outer_{self.grid.link(0, self.grid.world_size - 1)}_bytes"
+        self.activation = Activation.of(config, self.states.formats.width)
+        self.rule = UnitRule(config, self.wire, self.grid.dp * self.grid.outer, os)
         self._cached = lru_cache(maxsize=None)(self._step)
 
     def bytes_of(
@@ -113,12 +101,11 @@ class ExpectedBytes:
         schedule = make_schedule(config.pipeline_schedule, grid.pp, config.virtual_stages, micro_batches)
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
         stages = [stage for stage in config.stages() if stage.rank == pp]
-        held, shards = RankUnits(stages, self.rule), self.shards
+        held = RankUnits(stages, self.rule)
         units = [self._laid_out(held, number, rank) for number in range(len(held.shapes))]
         shapes = [unit.shape for unit in units]
-        uses = [[module.units for module in part] for part in held.parts]
-        copies = Copies(uses, shards.keep_gathered, states.prefetch_bytes, shards.whole_gradients)
-        total = communication.model_state(shapes, grid, states.formats, copies, program, micro_batches)
+        copies, formats = states.copies(held), states.formats
+        total = communication.model_state(shapes, grid, formats, copies, program, micro_batches)
         for apart in dict.fromkeys(shape.apart for shape in shapes):  # matrices on other axes are dealt apart
             total += self._updates([unit for unit in units if unit.shape.apart == apart], rank)
         total += self._meetings(shapes, leaves, arrives)

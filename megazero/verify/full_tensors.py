@@ -56,10 +56,7 @@ class Assembler:
         return range(max(self.tp, self.ep))
 
     def _of_place(self, place: int) -> Mapping[str, Places]:
-        tp, ep = (
-            TensorParallel(None, place % self.tp, self.tp),
-            ExpertParallel(place % self.ep, self.ep),
-        )
+        tp, ep = (TensorParallel(None, place % self.tp, self.tp), ExpertParallel(place % self.ep, self.ep))
         return decoder_placements(self.config.model, tp, ep=ep)
 
     def part(self, name: str, place: int) -> int:

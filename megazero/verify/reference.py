@@ -56,10 +56,7 @@ class Reference:
         )
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.decoder = Decoder(
-            whole,
-            z_loss=config.training.z_loss_strength,
-            balance=balance_losses(config),
-            dtype=torch.float64,
+            whole, z_loss=config.training.z_loss_strength, balance=balance_losses(config), dtype=torch.float64
         )
         self.decoder.initialize(config.training.seed)
         self.routed: Sequence[Mapping[int, np.ndarray]] = ()
@@ -95,13 +92,13 @@ class Reference:
 
     def _groups(self, named: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Return a group for each parameter, with the options that are its own."""
-        plain, apart = self.decoder.no_weight_decay(), self.decoder.embedding_and_head()
-        rate, specs = self.config.optimizer.decoupled_lr, self.decoder.specs
+        plain, specs = self.decoder.no_weight_decay(), self.decoder.specs
+        rate = self.config.optimizer.decoupled_lr
         return [
             {"params": [p]}
             | ({MATRIX: True} if is_matrix(specs[name], self.config) else {})
             | ({"weight_decay": 0.0} if name in plain else {})
-            | ({"lr": rate} if rate is not None and name in apart else {})
+            | ({"lr": rate} if rate is not None and specs[name].vocabulary else {})
             for name, p in named.items()
         ]
 

@@ -67,7 +67,9 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
     run = make_config(values, layout.world)
-    carried = [o.name for o in all_options().values() if not hasattr(section_types()[o.section], "SMALL")]
+    carried = [
+        o.name for o in all_options().values() if getattr(section_types()[o.section], "SMALL", KEPT) != SHORT
+    ]
     changes = {
         name: (config.get(name), run.get(name)) for name in carried if config.get(name) != run.get(name)
     }

@@ -56,7 +56,8 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     if replicas > 1:
         return _fewer_replicas(config, world, most, replicas)
     smaller = _smaller_cuts(config, world)
-    d, h, *above = (smaller[ranks] for ranks in (config.shard_ranks(world), *config.data_ranks(world)))
+    full = config.data_ranks(world)
+    d, *near = (smaller[ranks] for ranks in (config.shard_ranks(world), *full))
     pairs = [(t, p) for t in range(1, tp + 1) if tp % t == 0 for p in range(1, pp + 1)]
     pairs = [(t, p) for t, p in pairs if (t > 1) == (tp > 1) and (p > 1) == (pp > 1)]
     fitting = [(t, p) for t, p in pairs if t * p * d <= most]
@@ -68,9 +69,9 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
         )
     # A pipeline of 3 and more has stages in the middle, with neither embedding nor head: rather those than tensors.
     t, p = max(fitting, key=lambda pair: (min(pair[1], 3), pair[0] * pair[1], pair[1]))
-    small = World(t * p * d, _node(config, world, t, p, d, h))
+    small = World(t * p * d, _node(config, world, t, p, d, near[0]))
     p_, g, os = (smaller[factor] for factor in shards)
-    few, ep = _fewer_contexts(contexts, config.data_ranks_per_node(world), d, h, above), 1
+    few, ep = _fewer_contexts(contexts, full[0], d, near), 1
     if parallel.expert_model_parallel_size > 1:
         ep = t * smaller[_apart(config)]
     notes = [
@@ -80,7 +81,7 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     if pp > 2 == p:
         notes.append("the sub-layout's pipeline has no rank between the first and the last")
     apart = t * (p if parallel.use_tp_pp_dp_mapping else 1)  # world ranks between data-parallel neighbours
-    levels = tuple(max(1, apart * ranks // small.ranks_per_node) for ranks in above)
+    levels = tuple(max(1, apart * ranks // small.ranks_per_node) for ranks in near[1:])
     return SubLayout(t, p, small, (p_, g, os), tuple(notes), contexts=few, ep=ep, level_sizes=levels)
 
 
@@ -90,26 +91,24 @@ def _apart(config: RunConfig) -> int:
     return max(1, parallel.expert_model_parallel_size // parallel.tensor_model_parallel_size)
 
 
-def _fewer_contexts(
-    contexts: tuple[int, int], near: int, d: int, h: int, above: Sequence[int]
-) -> tuple[int, int]:
+def _fewer_contexts(contexts: tuple[int, int], node: int, d: int, near: Sequence[int]) -> tuple[int, int]:
     """Return as few ranks that swap heads, and groups that gather keys, inside a node and across, as there are of
-    each kind. ``near``: the data-parallel ranks of a node, of which the smaller layout has h, and d in all.
+    each kind. ``node``: the data-parallel ranks of a node; ``near``: those of the smaller layout, which has d in all.
     """
 
     def kinds(heads: int, keys: int, node: int) -> tuple[bool, ...]:
         inside = max(1, min(heads * keys, node) // heads)
         return heads > 1, heads > node, inside > 1, keys > inside
 
-    wanted = kinds(*contexts, near)
+    wanted = kinds(*contexts, node)
     legal = [
         (heads, keys)
         for heads, keys in product(range(1, contexts[0] + 1), range(1, contexts[1] + 1))
-        if not context_problem(heads * keys, d, h, keys, above) and (heads * keys > 1) == (contexts != (1, 1))
+        if not context_problem(heads * keys, d, near, keys) and (heads * keys > 1) == (contexts != (1, 1))
     ]
 
     def lost(each: tuple[int, int]) -> tuple[int, int]:
-        return sum(a != b for a, b in zip(kinds(*each, h), wanted, strict=True)), each[0] * each[1]
+        return sum(a != b for a, b in zip(kinds(*each, near[0]), wanted, strict=True)), each[0] * each[1]
 
     return min(legal, key=lost)
 
@@ -125,8 +124,8 @@ def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -
 
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
     """Map each cut of the configuration's data-parallel ranks to the cut of the smaller layout."""
-    d, (h, *above) = config.shard_ranks(world), config.data_ranks(world)
-    cuts = sorted({*data_cuts(d, h, config.shards(world).factors, above), _apart(config)})
+    d, near = config.shard_ranks(world), config.data_ranks(world)
+    cuts = sorted({*data_cuts(d, near, config.shards(world).factors), _apart(config)})
     out = {1: 1}
     for low, high in zip(cuts, cuts[1:], strict=False):
         ratio = high // low

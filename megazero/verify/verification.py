@@ -26,14 +26,7 @@ from megazero.verify.full_tensors import Assembler
 from megazero.verify.options import VerifyRequest
 from megazero.verify.reference import leaving
 from megazero.verify.shrink import Shrunk, shrink
-from megazero.verify.training_run import (
-    Around,
-    RankRecord,
-    TrainingRun,
-    nothing_around,
-    run_all,
-    slice_block,
-)
+from megazero.verify.training_run import Around, RankRecord, TrainingRun, nothing_around, run_all, slice_block
 
 TIMEOUT_S = 900.0  # of all runs on the configured layout; a rank that hangs would otherwise hold everything
 
@@ -174,11 +167,7 @@ class _Runs:
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 
     def _checkpoint_section(
-        self,
-        stayed: float,
-        straight: Sequence[RankRecord],
-        resumed: Sequence[RankRecord],
-        weights: str,
+        self, stayed: float, straight: Sequence[RankRecord], resumed: Sequence[RankRecord], weights: str
     ) -> Section:
         at = self.saved + 1
         found = [checks.resume_check("resume, same layout", straight, resumed, at)]
@@ -210,9 +199,7 @@ def _exactly(config: RunConfig) -> RunConfig:
     outer = replace(config.outer, outer_bits=32, outer_rounding=None)
     way = config.parallel.moe_dispatch_across_nodes
     parallel = replace(
-        config.parallel,
-        cp_gather_bits=None,
-        moe_dispatch_across_nodes="exact" if way == "int8" else way,
+        config.parallel, cp_gather_bits=None, moe_dispatch_across_nodes="exact" if way == "int8" else way
     )
     return replace(
         config, model=model, parallel=parallel, optimizer=optimizer, precision=precision, outer=outer

@@ -18,12 +18,7 @@ from torch import nn
 from megazero.kernels import moments
 from megazero.kernels.noise import Noise
 from megazero.zero.by_matrix import MATRIX, ByMatrix
-from megazero.zero.elementwise import (
-    OnePassAdamW,
-    OptimizerFactory,
-    Probe,
-    make_state,
-)
+from megazero.zero.elementwise import OnePassAdamW, OptimizerFactory, Probe, make_state
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 

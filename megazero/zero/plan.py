@@ -12,24 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from operator import mul
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from megazero.comm.made_once import made_once
-from megazero.comm.wire import Codecs
+from megazero.comm.wire import Codecs, Format
 from megazero.mesh.grid import AxisSpec
 
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
-
-
-class MessageFormat(Protocol):
-    """A format of messages: a Coding, or the codec that encodes it."""
-
-    def message_bytes(self, n: int, exact: int = 0) -> int:
-        """Return the bytes of a message of n elements and of ``exact`` bytes that are sent as they are."""
-        ...
-
-
-Format = TypeVar("Format", bound=MessageFormat)
 
 
 @dataclass(frozen=True)

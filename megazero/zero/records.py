@@ -194,9 +194,7 @@ def is_second_end(engine: Engine, unit: Unit) -> bool:
 
 
 def load_records(
-    engine: Engine,
-    placements: Mapping[str, Places] | None = None,
-    optimizer: bool = True,
+    engine: Engine, placements: Mapping[str, Places] | None = None, optimizer: bool = True
 ) -> list[SliceRecord]:
     """Return where a load writes.
 

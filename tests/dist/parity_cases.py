@@ -185,7 +185,7 @@ class Case:
     @property
     def mesh(self) -> tuple[Any, ...]:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
-        factors = resolve_shards(_factors(self.shards), self.dp, self.h, above=self.near[1:]).factors
+        factors = resolve_shards(_factors(self.shards), self.dp, self.near).factors
         pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
         return (
             self.world,
@@ -270,7 +270,7 @@ def layouts(worlds: Sequence[tuple[int, int]]) -> Iterator[Layout]:
             seen: set[Any] = set()
             for shards, lifetime in product((*PRESETS, *EXPLICIT), LIFETIMES):
                 try:
-                    resolved = resolve_shards(_factors(shards), dp, h, lifetime)
+                    resolved = resolve_shards(_factors(shards), dp, (h,), lifetime)
                 except ValueError:
                     continue
                 name = (shards, resolved) if shards in PRESETS else resolved
@@ -299,7 +299,7 @@ def preset_product() -> list[Case]:
     for layout in layouts(UP_TO_FOUR):
         tp, dp, per_node, shards, lifetime, sequence = layout
         if shards in PRESETS and lifetime is None:
-            factors = resolve_shards(shards, dp, data_ranks(make_levels(tp * dp, per_node), tp)[0]).factors
+            factors = resolve_shards(shards, dp, data_ranks(make_levels(tp * dp, per_node), tp)).factors
             named.setdefault((tp, dp, per_node, factors, sequence), layout)
     dimensions: tuple[Sequence[Any], ...] = (MICRO_BATCHES, TIED, RECOMPUTE, DTYPES)
     found = []

@@ -6,7 +6,7 @@ With --train-tokens, Megatron-DeepSpeed ends after the first iteration that reac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from megazero.config.options.fields import show, typed
@@ -40,20 +40,15 @@ MADE_OF = (
 
 def complete_derived(said: Values, known: Known) -> Completed:
     """Replace the derived values by options."""
-    values, notes = dict(said), list[str]()
-    errors = list(_completed(values, notes))
-    return Completed(set_since(said, values), notes, errors)
-
-
-def _completed(values: dict[str, Any], notes: list[str]) -> Iterable[str]:
-    """Replace the derived values by options. Returns error lines."""
+    values, notes, errors = dict(said), list[str](), list[str]()
     derived = {name: values.pop(name, None) for name in DERIVED if name != UNFUSED_GELU}
     if derived.pop("glu_activation") and not values.get("ffn_hidden_size") and values.get("hidden_size"):
         values["ffn_hidden_size"] = 4 * values["hidden_size"]
         notes.append(f"--glu-activation: --ffn-hidden-size {values['ffn_hidden_size']}, 4 x hidden")
     if (window := derived.pop("window_size")) is not None:
-        return [*_window(values, window, notes), *_lengths(values, derived, notes)]
-    return _lengths(values, derived, notes)
+        errors += _window(values, window, notes)
+    errors += _lengths(values, derived, notes)
+    return Completed(set_since(said, values), notes, errors)
 
 
 def _window(values: dict[str, Any], window: tuple[int, ...], notes: list[str]) -> Iterator[str]:

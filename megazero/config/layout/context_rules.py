@@ -91,9 +91,8 @@ def over_nodes(config: RunConfig, world: World) -> Iterator[str]:
     parallel = config.parallel
     if parallel.context_parallel_size == 1 or any(mechanism(config)) or any(shares(config)):
         return
-    (near, *above), (_, keys) = config.data_ranks(world), config.context_levels(world)
-    d = config.shard_ranks(world)
-    if problem := context_problem(parallel.context_parallel_size, d, near, keys, above):
+    near, (_, keys), d = config.data_ranks(world), config.context_levels(world), config.shard_ranks(world)
+    if problem := context_problem(parallel.context_parallel_size, d, near, keys):
         yield problem
     elif keys > levels(parallel, config.model)[1] == 1:
         yield from _lengths(config, keys)

@@ -89,14 +89,14 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
     if not config.knows_nodes(world):
         return
     try:
-        d, (h, *above) = config.shard_ranks(world), config.data_ranks(world)
+        d, near = config.shard_ranks(world), config.data_ranks(world)
     except ValueError:
         return
     if zero.zero_shard:
         p, g, os = zero.zero_shard
-        yield replace(zero, zero_shard=nearest_shards((p, g, os), d, h, above))
-    elif zero.zero_preset in PARTITIONED and (wanted := zero.zero_hpz_partition_size) and (h, *above)[-1] > 1:
-        legal = whole_parts((h, *above)[-1], h, *above)
+        yield replace(zero, zero_shard=nearest_shards((p, g, os), d, near))
+    elif zero.zero_preset in PARTITIONED and (wanted := zero.zero_hpz_partition_size) and near[-1] > 1:
+        legal = whole_parts(near[-1], near)
         yield replace(zero, zero_hpz_partition_size=min(legal, key=lambda k: (abs(k - wanted), k)))
     elif zero.zero_preset in QUANTISED and zero.zero_hpz_partition_size:  # one rank a node
         yield replace(zero, zero_hpz_partition_size=None)

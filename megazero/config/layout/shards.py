@@ -82,18 +82,17 @@ class Shards:
 def resolve_shards(
     policy: str | tuple[int, ...],
     d: int,
-    h: int,
+    near: Sequence[int],
     lifetime: str | None = None,
     partition: int | None = None,
     delta: bool = False,
     gradients: str | None = None,
-    above: Sequence[int] = (),
 ) -> Shards:
     """Return the factors and lifetime of a preset's name or of an explicit (P, G, OS).
 
-    ``above``: the data-parallel ranks of each level between node and whole, the lowest first. ``partition`` is the P
-    of hpz and zeropp where it is not h; zeropp's G is not less. With ``delta``, differences of weights are sent
-    where they cross nodes.
+    ``near``: how many of the d ranks share each level below the whole, first h, those of a node. ``partition`` is
+    the P of hpz and zeropp where it is not h; zeropp's G is not less. With ``delta``, differences of weights are
+    sent where they cross nodes.
 
     Where P = OS the lifetime is always 'use', whatever is asked, since the P copy is the optimizer's own slice.
     Elsewhere None takes the default. The default is 'resident' for P = 1, where the full parameters exist anyway,
@@ -101,8 +100,8 @@ def resolve_shards(
     with full parameters kept through the step. ``gradients`` is how long whole gradients live, None for a
     'micro-batch'. Raises ValueError, which names the nearest legal choice.
     """
-    p, g, os = _preset_factors(policy, d, h, partition, above) if isinstance(policy, str) else _triple(policy)
-    if problem := shard_problem((p, g, os), d, h, above):
+    p, g, os = _preset_factors(policy, d, near, partition) if isinstance(policy, str) else _triple(policy)
+    if problem := shard_problem((p, g, os), d, near):
         raise ValueError(problem)
     if lifetime is not None and lifetime not in LIFETIMES:
         raise ValueError(f"parameter lifetime {lifetime!r} is not one of {', '.join(LIFETIMES)}")
@@ -118,7 +117,7 @@ def resolve_shards(
             "nearest legal: leave it out"
         )
     wanted = None if keep else lifetime
-    lives = copy_lifetime(p, os, wanted, delta and weights_cross(os, h))
+    lives = copy_lifetime(p, os, wanted, delta and weights_cross(os, near[0]))
     return Shards(p, g, os, lives, keep, whole)
 
 
@@ -133,15 +132,14 @@ def _triple(policy: tuple[int, ...]) -> tuple[int, int, int]:
     return policy[0], policy[1], policy[2]
 
 
-def _preset_factors(
-    preset: str, d: int, h: int, partition: int | None, above: Sequence[int]
-) -> tuple[int, int, int]:
+def _preset_factors(preset: str, d: int, near: Sequence[int], partition: int | None) -> tuple[int, int, int]:
     table = {**PRESETS, AUTO: PRESETS["zero1"]}
     if preset not in table:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-    sizes, chosen = {"1": 1, "h": h, "d": d}, table[preset]
+    h, most, chosen = near[0], near[-1], table[preset]
+    sizes = {"1": 1, "h": h, "d": d}
     p = partition or h if chosen.partitioned else sizes[chosen.p]
-    room = min(p, most := (h, *above)[-1])
+    room = min(p, most)
     if preset in IN_NODE and room == 1 and not (chosen.quantised and h == 1):
         nearest = f"factors: --zero-shard 1,{h},{d}" if chosen.quantised else "preset: zero3"
         raise ValueError(

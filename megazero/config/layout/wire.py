@@ -111,14 +111,14 @@ def asked_for(zero: ZeroConfig, links: Sequence[str] = links_of()) -> Wire:
     return Wire(weights, gradients, quantizes_changes(zero), exact_numel=exact)
 
 
-def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int, above: Sequence[int] = ()) -> Wire:
+def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, near: Sequence[int]) -> Wire:
     """Return the formats in use on d data-parallel ranks: those asked for whose hops exist.
 
-    h of the ranks share a node, and ``above`` of them each level between node and whole.
+    near: how many of them share each level below the whole, first a node.
     """
-    links, held = links_of(len(above)), (1, h, *above, d)
-    asked, refresh = asked_for(zero, links), weights_cross(shards.os, h)
-    used = [link for link, (low, high) in zip(links, pairwise(held), strict=True) if low < high]
+    links = links_of(len(near) - 1)
+    asked, refresh = asked_for(zero, links), weights_cross(shards.os, near[0])
+    used = [link for link, (low, high) in zip(links, pairwise((1, *near, d)), strict=True) if low < high]
     wire = replace(
         asked,
         weights=asked.weights if refresh else None,

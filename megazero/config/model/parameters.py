@@ -16,9 +16,7 @@ class Backbone:
     """The options of a model that all of its parts depend on."""
 
     model_family: str = option(
-        "gpt",
-        "family that sets the defaults marked 'by family'; gpt is Megatron's architecture",
-        choices=tuple(FAMILIES),
+        "gpt", "family, which sets defaults marked 'by family'; gpt is Megatron's", choices=tuple(FAMILIES)
     )
     num_layers: int = option(MISSING, "transformer layers", low=1, high=MOST_LAYERS, required=True)
     hidden_size: int = option(MISSING, "width of the residual stream", low=1, required=True)

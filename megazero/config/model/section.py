@@ -96,14 +96,10 @@ class ModelConfig(MixerOptions):
         None, "longrope: divisor of each frequency in longer samples", needs="rotary_scaling = longrope"
     )
     yarn_beta_fast: float = option(
-        32.0,
-        "yarn: rotary pairs with more than this many rotations over the original length are not scaled",
-        above=0,
+        32.0, "yarn: pairs with more rotations than this over the original length are not scaled", above=0
     )
     yarn_beta_slow: float = option(
-        1.0,
-        "yarn: rotary pairs with fewer than this many rotations over the original length are fully scaled",
-        above=0,
+        1.0, "yarn: pairs with fewer rotations than this over the original length are fully scaled", above=0
     )
     yarn_mscale: float = option(
         1.0,
@@ -123,14 +119,10 @@ class ModelConfig(MixerOptions):
         needs="sliding_window",
     )
     no_rope_freq: tuple[int, ...] | None = option(
-        None,
-        "layers without rotary positions: every N-th (SmolLM3), or a number per layer, 1 for one without",
-        needs=ROPE,
+        None, "layers without rotary positions: every N-th, or a number per layer, 1 for none", needs=ROPE
     )
     sliding_window: int | None = option(
-        None,
-        "tokens that attention looks back through, its own included (default: all)",
-        low=1,
+        None, "tokens that attention looks back through, its own included (default: all)", low=1
     )
     window_attn_skip_freq: tuple[int, ...] | None = option(
         None,
@@ -150,9 +142,7 @@ class ModelConfig(MixerOptions):
         choices=tuple(LAYER_NORMS),
     )
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
-    swiglu: bool = option(
-        MISSING, "SwiGLU in the MLP, else GELU (by family; off with --geglu and --squared-relu)"
-    )
+    swiglu: bool = option(MISSING, "SwiGLU MLP, else GELU (by family; off with --geglu and --squared-relu)")
     geglu: bool = option(False, "GELU as the gate of the MLP instead of SwiGLU's SiLU (Gemma; by family)")
     squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
     openai_gelu: bool = option(
@@ -161,9 +151,7 @@ class ModelConfig(MixerOptions):
         "Megatron)",
         needs=(f"not swiglu: {GELU}", f"not squared_relu: {GELU}"),
     )
-    add_bias_linear: bool = option(
-        MISSING, "biases in linear layers (by family)", negative="disable-bias-linear"
-    )
+    add_bias_linear: bool = option(MISSING, "biases in linears (by family)", negative="disable-bias-linear")
     untie_embeddings_and_output_weights: bool = option(
         MISSING, "a head with its own weights, else the embedding's (by family)"
     )
@@ -184,9 +172,7 @@ class ModelConfig(MixerOptions):
     moe_layer_freq: tuple[int, ...] = option(
         (1,), "layers with experts: the first of every N, or a number per layer, 1 for one with experts"
     )
-    moe_ffn_hidden_size: int | None = option(
-        None, "width inside one expert (default: --ffn-hidden-size)", low=1
-    )
+    moe_ffn_hidden_size: int | None = option(None, "width of an expert (default: --ffn-hidden-size)", low=1)
     moe_router_topk: int = option(2, "experts that a token goes to", low=1, small=3)
     moe_router_pre_softmax: bool = option(
         False,
@@ -201,9 +187,7 @@ class ModelConfig(MixerOptions):
             "sigmoid",
         ),
     )
-    moe_router_topk_scaling_factor: float | None = option(
-        None, "factor of the chosen experts' probabilities", above=0
-    )
+    moe_router_topk_scaling_factor: float | None = option(None, "factor of experts' probabilities", above=0)
     moe_router_num_groups: int | None = option(
         None,
         "groups that experts lie in, of which a token goes to experts of --moe-router-group-topk",
@@ -230,9 +214,7 @@ class ModelConfig(MixerOptions):
     hidden_dropout: float = option(
         0.0, "dropout before each residual sum (by family)", low=0, below=1, resume=UPDATE
     )
-    vocab_size: int | None = option(
-        None, "vocabulary before padding (default: the tokenizer's)", low=1, small=64
-    )
+    vocab_size: int | None = option(None, "vocabulary before padding (default: tokenizer's)", low=1, small=64)
     make_vocab_size_divisible_by: int = option(
         128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1, small=8
     )

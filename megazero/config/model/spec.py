@@ -18,11 +18,7 @@ from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
 
-EMBEDDING, LAYER, HEAD = (
-    "embedding",
-    "layer",
-    "head",
-)  # kinds of modules; other kinds of layers are "layer 2", ...
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"  # kinds of modules; other layers are "layer 2", ...
 
 
 def is_layer(kind: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, make_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ DATA_SHEET, PUBLISHED, CALIBRATED = "data sheet", "published", "calibrated"  # w
 MOST = 1 << 17  # nodes, or ranks of one: a slip of some digits is not to begin a search without an end
 LEAST = 1e-6  # of a rate, or of a share of one: by less a step takes no number of seconds that JSON has
 Section = TypeVar("Section")
+needed = partial(option, MISSING, required=True)
 
 _RATES = {name: option(None, f"peak rate of matrix products in {name}", low=LEAST) for name in PRODUCTS}
 Rates: Any = make_dataclass(
@@ -47,20 +48,16 @@ class Device(Rates):
     loses while it is on its way. reserved_gib: what the driver and the communication library take of the memory.
     """
 
-    name: str = option(MISSING, "what it is called", required=True)
-    memory_gib: float = option(MISSING, "memory of a rank, in GiB", above=0, required=True)
-    memory_gbytes_per_s: float = option(MISSING, "rate of that memory, in GB/s", low=LEAST, required=True)
-    matmul_efficiency: float = option(
-        MISSING, "share of the peak that matrices reach", low=LEAST, high=1, required=True
-    )
+    name: str = needed("what it is called")
+    memory_gib: float = needed("memory of a rank, in GiB", above=0)
+    memory_gbytes_per_s: float = needed("rate of that memory, in GB/s", low=LEAST)
+    matmul_efficiency: float = needed("share of the peak that matrices reach", low=LEAST, high=1)
     product_us: float = option(0.0, "time of a product beside its operations, in microseconds", low=0)
     attention_efficiency: float | None = option(
         None, "share of the peak that attention reaches (default: matmul_efficiency)", low=LEAST, high=1
     )
     attention_half_keys: float = option(0.0, "keys of a query at which attention reaches half of that", low=0)
-    memory_efficiency: float = option(
-        1.0, "share of the memory's rate that operations reach", low=LEAST, high=1
-    )
+    memory_efficiency: float = option(1.0, "share of memory's rate that operations reach", low=LEAST, high=1)
     contention: float = option(0.0, "of messages' time, what computing beside them loses", low=0, high=1)
     reserved_gib: float = option(1.5, "memory that is not for tensors, in GiB", low=0)
     codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", low=LEAST)
@@ -93,7 +90,7 @@ class Device(Rates):
 class IntraNode:
     """The link of a rank to the others of its node."""
 
-    gbytes_per_s: float = option(MISSING, "rate of a rank, in GB/s", low=LEAST, required=True)
+    gbytes_per_s: float = needed("rate of a rank, in GB/s", low=LEAST)
     latency_us: float = option(5.0, "time of a step of a collective, in microseconds", low=0)
 
 
@@ -105,10 +102,8 @@ class InterNode:
     of that which all-to-alls reach, where many pairs of ranks meet on one adapter.
     """
 
-    gbits_per_s: float = option(MISSING, "rate of a node, in Gb/s", low=LEAST, required=True)
-    rank_gbits_per_s: float | None = option(
-        None, "the most that one rank reaches (default: the node's)", low=LEAST
-    )
+    gbits_per_s: float = needed("rate of a node, in Gb/s", low=LEAST)
+    rank_gbits_per_s: float | None = option(None, "most that a rank reaches (default: the node's)", low=LEAST)
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
     efficiency: float = option(0.8, "share of the line rate that collectives reach", low=LEAST, high=1)
     exchange_share: float = option(1.0, "share of that which all-to-alls reach", low=LEAST, high=1)
@@ -121,12 +116,9 @@ class InterLevel:
     It is some consecutive nodes. Inside it the level below joins them, in the end ``InterNode``.
     """
 
-    gbits_per_s: float = option(MISSING, "rate of a rack, or of a site, in Gb/s", low=LEAST, required=True)
+    gbits_per_s: float = needed("rate of a rack, or of a site, in Gb/s", low=LEAST)
     parts: int = option(
-        2,
-        "racks or sites that the nodes divide into, in their order",
-        low=2,
-        aliases=tuple(f"{name}s" for name in BETWEEN),
+        2, "racks or sites of the nodes, in order", low=2, aliases=tuple(f"{name}s" for name in BETWEEN)
     )
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
     efficiency: float = option(0.8, "share of the line rate that collectives reach", low=LEAST, high=1)
@@ -139,8 +131,8 @@ class Cores:
     A cluster whose ranks have an accelerator each has none: their hosts are not what a step waits for.
     """
 
-    count: int = option(MISSING, "processors of a host", low=1, required=True)
-    ranks: int = option(MISSING, "consecutive ranks that share them", low=1, required=True)
+    count: int = needed("processors of a host", low=1)
+    ranks: int = needed("consecutive ranks that share them", low=1)
 
     @property
     def crowd(self) -> float:
@@ -156,11 +148,11 @@ class MeasuredCollective:
     spread: (slowest - fastest) / median of the rounds, of which ``seconds`` is the median.
     """
 
-    operation: str = option(MISSING, "what it does", choices=OPERATIONS, required=True)
-    ranks: int = option(MISSING, "ranks of a group", low=2, required=True)
-    nodes: int = option(MISSING, "nodes that a group lies on", low=1, required=True)
-    bytes: int = option(MISSING, "bytes that a rank sends", low=1, required=True)
-    seconds: float = option(MISSING, "time", above=0, required=True)
+    operation: str = needed("what it does", choices=OPERATIONS)
+    ranks: int = needed("ranks of a group", low=2)
+    nodes: int = needed("nodes that a group lies on", low=1)
+    bytes: int = needed("bytes that a rank sends", low=1)
+    seconds: float = needed("time", above=0)
     busy: float = option(0.0, "seconds of a processor", low=0)
     spread: float | None = option(None, "of the rounds, relative", low=0)
 
@@ -173,11 +165,9 @@ class MeasuredLayer:
     it; their collectives are part of the times. All ranks of a node were at work.
     """
 
-    forward_flops: float = option(MISSING, "operations of its forward on a rank", above=0, required=True)
-    forward_seconds: float = option(MISSING, "time of its forward", above=0, required=True)
-    backward_seconds: float = option(
-        MISSING, "time of its backward, without recompute", above=0, required=True
-    )
+    forward_flops: float = needed("operations of its forward on a rank", above=0)
+    forward_seconds: float = needed("time of its forward", above=0)
+    backward_seconds: float = needed("time of its backward, without recompute", above=0)
     module: str = option("layer", "which module", choices=MODULES)
     tp: int = option(1, "tensor-parallel ranks", low=1)
     micro_batch: int | None = option(None, "samples of the micro-batch", low=1)
@@ -267,22 +257,17 @@ class Cluster:
 class _Top:
     """The keys of a cluster file that hold one value."""
 
-    name: str = option(MISSING, "what the cluster is called", required=True)
-    nodes: int = option(MISSING, "how many nodes", low=1, high=MOST, required=True)
-    ranks_per_node: int = option(MISSING, "how many ranks a node has", low=1, high=MOST, required=True)
+    name: str = needed("what the cluster is called")
+    nodes: int = needed("how many nodes", low=1, high=MOST)
+    ranks_per_node: int = needed("how many ranks a node has", low=1, high=MOST)
     source: str = option("", "where its figures come from")
-    rates: str = option(
-        DATA_SHEET, "where the device's rates come from", choices=(DATA_SHEET, PUBLISHED, CALIBRATED)
-    )
+    rates: str = option(DATA_SHEET, "source of device rates", choices=(DATA_SHEET, PUBLISHED, CALIBRATED))
 
 
 _PARTS: Mapping[str, type] = {"device": Device, "intra_node": IntraNode, "inter_node": InterNode}
 _ABOVE = links_of(len(BETWEEN))[2:]  # inter_rack, ...
 _OPTIONAL: Mapping[str, type] = {"cores": Cores, **dict.fromkeys(_ABOVE, InterLevel)}
-TABLES: Mapping[str, type] = {
-    "collectives": MeasuredCollective,
-    "layers": MeasuredLayer,
-}
+TABLES: Mapping[str, type] = {"collectives": MeasuredCollective, "layers": MeasuredLayer}
 
 
 def known_clusters() -> tuple[str, ...]:

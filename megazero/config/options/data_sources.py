@@ -49,11 +49,7 @@ def _missing_files(data: DataConfig, splits: Collection[str]) -> Iterator[str]:
 
 SOURCES: Mapping[str, DataKind] = MappingProxyType(
     {
-        "indexed": DataKind(
-            "megazero.data.build:indexed_parts",
-            faults=_named_twice,
-            missing=_missing_files,
-        ),
+        "indexed": DataKind("megazero.data.build:indexed_parts", faults=_named_twice, missing=_missing_files),
         "mock": DataKind("megazero.data.mock:mock_parts", faults=_named_twice),
     }
 )

@@ -50,8 +50,8 @@ class Option:
     ``word`` is a text that a number's option takes, too.
     ``strict``: it is an error where it has no effect; else there is a note. All options of a section whose class says
     ``STRICT`` are. Megatron's options are not: its scripts give them, and Megatron ignores them.
-    ``needs``: what it needs to have an effect (options/needs.py), after what its class says: ``NEEDS`` maps its name,
-    or the beginning of its name up to a _, to needs.
+    ``needs``: what it needs to have an effect (options/needs.py), after what its class says (``NEEDS``). What a class
+    says is a value for all its options, or values by a name, or by the beginning of names up to a _.
     ``small``: its value in a small, short run (verify/shrink.py: small_value), by default what its class says
     (``SMALL``): the whole run's (KEPT), or the default, because it means nothing there (SHORT). Of a whole number it
     is the most.
@@ -128,7 +128,6 @@ MANY = ("ints", "floats", "strs")
 
 def section_options(section: str, cls: type) -> list[Option]:
     """Return the options of one dataclass, in the order in which they are written."""
-    of_class = {key.lower(): getattr(cls, key) for key in ("STRICT", "SMALL", "RESUME") if hasattr(cls, key)}
     return [
         Option(
             name=f.name,
@@ -136,20 +135,30 @@ def section_options(section: str, cls: type) -> list[Option]:
             kind=KINDS[str(f.type).removesuffix(" | None")],
             default=None if f.default is MISSING else f.default,
             needed=f.default is MISSING,
-            **{**of_class, **f.metadata, "needs": _needs(cls, f)},
+            **{**_shared(cls, f.name), **f.metadata, "needs": _needs(cls, f)},
         )
         for f in dataclasses.fields(cls)
     ]
 
 
+def _shared(cls: type, name: str) -> dict[str, Any]:
+    """Return the meta of a field that its class says: STRICT, SMALL and RESUME."""
+    found = {column.lower(): _of_class(cls, column, name) for column in ("STRICT", "SMALL", "RESUME")}
+    return {key: values[-1] for key, values in found.items() if values}
+
+
 def _needs(cls: type, of: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Return the needs of a field: those that its class says of its name, then its own."""
-    shared: Mapping[str, str | tuple[str, ...]] = getattr(cls, "NEEDS", {})
-    found = [
-        need for key, need in shared.items() if of.name == key or key[-1] == "_" and of.name.startswith(key)
-    ]
-    found.append(of.metadata.get("needs", ()))
+    found = [*_of_class(cls, "NEEDS", of.name), of.metadata.get("needs", ())]
     return tuple(need for needs in found for need in ((needs,) if isinstance(needs, str) else needs))
+
+
+def _of_class(cls: type, column: str, name: str) -> list[Any]:
+    """Return what a class says of an option in a column: one value for all, or values by names (Option)."""
+    said = getattr(cls, column, {})
+    if not isinstance(said, Mapping):
+        return [said]
+    return [each for key, each in said.items() if name == key or key[-1] == "_" and name.startswith(key)]
 
 
 def section_of(cls: type[Section], values: Mapping[str, Any]) -> Section:

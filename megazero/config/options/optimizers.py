@@ -152,54 +152,40 @@ class OptimizerConfig:
     """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
 
     RESUME: ClassVar = Resume.BY_NAME | Resume.UPDATE
-    NEEDS: ClassVar = {"lr_wsd_": "lr_decay_style = WSD"} | {
+    SMALL: ClassVar = dict.fromkeys(("lr_", "min_lr", "decoupled_min_"), SHORT)
+    NEEDS: ClassVar = {
+        "lr_wsd_": "lr_decay_style = WSD",
+        **dict.fromkeys(("min_lr", "decoupled_min_", "lr_decay_iters", "lr_decay_samples"), DECAYS),
+    } | {
         name: f"optimizer = {'|'.join(o for o, each in OPTIMIZERS.items() if name in each.options)}"
         for name in chain.from_iterable(each.options for each in OPTIMIZERS.values())
     }
 
     optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
     lr: float = option(MISSING, "peak learning rate", above=0, required=True)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0, small=SHORT, needs=DECAYS)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
     decoupled_lr: float | None = option(
         None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
     decoupled_min_lr: float | None = option(
-        None,
-        "learning rate of the token embedding and the head at the end of the decay (default: --min-lr)",
-        low=0,
-        small=SHORT,
-        needs=(DECAYS, "decoupled_lr"),
+        None, "--decoupled-lr at the end of the decay (default: --min-lr)", low=0, needs="decoupled_lr"
     )
     lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES, small="constant")
-    lr_decay_iters: int | None = option(
-        None, "iterations to decay over (default: --train-iters)", low=1, small=SHORT, needs=DECAYS
-    )
-    lr_decay_samples: int | None = option(
-        None, "samples to decay over (default: --train-samples)", low=1, small=SHORT, needs=DECAYS
-    )
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0, small=SHORT)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0, small=SHORT)
-    lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction of the decay", low=0, below=1, small=SHORT
-    )
+    lr_decay_iters: int | None = option(None, "iterations to decay over (default: --train-iters)", low=1)
+    lr_decay_samples: int | None = option(None, "samples to decay over (default: --train-samples)", low=1)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
+    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
     lr_warmup_init: float = option(
         0.0,
         "learning rate at the beginning of the warm-up",
         low=0,
-        small=SHORT,
         needs="lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction: a warm-up",
     )
-    lr_wsd_decay_style: str = option(
-        "exponential",
-        "WSD: shape of the last phase",
-        choices=tuple(WSD_FALLING),
-        small=SHORT,
-    )
-    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1, small=SHORT)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1, small=SHORT)
-    weight_decay: float = option(
-        0.01, "weight decay, decoupled except for sgd; norms and biases have none", low=0
-    )
+    lr_wsd_decay_style: str = option("exponential", "WSD: the last phase's shape", choices=tuple(WSD_FALLING))
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
+    weight_decay: float = option(0.01, "weight decay, decoupled but in sgd; not of norms and biases", low=0)
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
@@ -222,9 +208,7 @@ class OptimizerConfig:
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_extra_scale_factor: float = option(
-        1.0,
-        "extra factor of muon's update; 0.2 with spectral matches AdamW's update size and --lr",
-        above=0,
+        1.0, "extra factor of muon's update; 0.2 with spectral matches AdamW's update size and --lr", above=0
     )
     muon_fp32_matmul_prec: str = option(
         "medium",

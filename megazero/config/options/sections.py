@@ -37,7 +37,10 @@ COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 class ParallelConfig:
     """How the ranks are laid out."""
 
-    NEEDS: ClassVar = dict.fromkeys(("num_", "pipeline_", "decoder_"), "pipeline_model_parallel_size > 1")
+    NEEDS: ClassVar = {
+        **dict.fromkeys(("num_", "pipeline_", "decoder_", "use_tp_"), "pipeline_model_parallel_size > 1"),
+        "cp_": SHARED_SAMPLES,
+    }
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", low=1)
     pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
@@ -49,7 +52,6 @@ class ParallelConfig:
         "how they attend to whole samples: a2a swaps heads for sequence before attention and back after it, "
         "all_gather gathers keys and values, a2a+p2p does both. p2p, and the default: a2a for as many ranks as there "
         "are heads for and as share a node, all_gather for the rest",
-        needs=SHARED_SAMPLES,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
         None,
@@ -62,7 +64,7 @@ class ParallelConfig:
         "exactly (default: not quantised)",
         choices=BITS_OF_KEYS,
         strict=True,
-        needs=(SHARED_SAMPLES, "gathers_keys: a --cp-comm-type other than a2a"),
+        needs=("gathers_keys: a --cp-comm-type other than a2a"),
     )
     expert_model_parallel_size: int = option(
         1,
@@ -81,15 +83,10 @@ class ParallelConfig:
         needs="expert_model_parallel_size > 1 or elastic: --expert-model-parallel-size above 1",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None,
-        "layers of each stage, where a rank has several (interleaved schedule)",
-        low=1,
-        small=SHORT,
+        None, "layers of each stage, where a rank has several (interleaved schedule)", low=1, small=SHORT
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None,
-        "stages of each rank (interleaved schedule); they need not have equally many layers (default: 1)",
-        low=1,
+        None, "stages of each rank (interleaved schedule), of equal sizes or not (default: 1)", low=1
     )
     pipeline_schedule: str | None = option(
         None,
@@ -113,12 +110,9 @@ class ParallelConfig:
         False,
         "order of ranks, innermost first: tensor, pipeline, data instead of tensor, data, pipeline. A pipeline stays "
         "inside a node and data parallelism crosses nodes",
-        needs="pipeline_model_parallel_size > 1",
     )
     sequence_parallel: bool = option(
-        False,
-        "split norms and dropout over the sequence between tensor ranks",
-        needs="tensor_model_parallel_size > 1",
+        False, "split norms and dropout over the sequence", needs="tensor_model_parallel_size > 1"
     )
     ranks_per_node: int | None = option(
         None, "overrides the launcher's node size: one machine can pretend to be several", low=1
@@ -147,10 +141,7 @@ class ZeroConfig:
     STRICT: ClassVar[bool] = True
 
     zero_stage: int | None = option(
-        None,
-        "ZeRO stage: 0 ddp (with --bf16 zero1, as DeepSpeed's optimizer for bf16), 1 zero1, 2 zero2, 3 zero3",
-        low=0,
-        high=3,
+        None, "ZeRO stage: 0 ddp (zero1 with --bf16, as DeepSpeed), 1 zero1, 2 zero2, 3 zero3", low=0, high=3
     )
     zero_preset: str | None = option(
         None,
@@ -160,8 +151,7 @@ class ZeroConfig:
         choices=(*PRESETS, AUTO),
     )
     zero_shard: tuple[int, ...] | None = option(
-        None,
-        "sharding by factors P,G,OS: ranks that share one copy of parameters, gradients, optimizer states",
+        None, "shard factors P,G,OS: ranks that share one copy of parameters, gradients, optimizer states"
     )
     zero_hpz_partition_size: int | None = option(
         None,
@@ -184,14 +174,10 @@ class ZeroConfig:
         choices=GRADIENT_LIFETIMES,
     )
     zero_prefetch_bytes: int = option(
-        256 * 2**20,
-        "bytes of parameters gathered ahead of use, or kept for the next one, beyond those of the next module",
-        low=0,
+        256 * 2**20, "bytes gathered, or kept, ahead of use beyond the next module's parameters", low=0
     )
     zero_chunk_numel: int = option(
-        2**27,
-        "elements of a module's parameters that move together; hops of successive chunks run side by side",
-        low=1,
+        2**27, "elements of a module that move together; hops of successive chunks run side by side", low=1
     )
     zero_unit_layers: int = option(
         1,
@@ -264,14 +250,9 @@ class OuterConfig:
     NEEDS: ClassVar = {"outer_": "outer_interval > 0"}
 
     outer_interval: int = option(
-        0,
-        "steps that outer replicas train apart before they meet; 0: no replicas, every step is of all ranks",
-        low=0,
-        small=2,
+        0, "steps that outer replicas train apart before they meet; 0: no replicas", low=0, small=2
     )
-    outer_replicas: int | None = option(
-        None, "outer replicas, groups of whole nodes (default: each node is one)", low=1
-    )
+    outer_replicas: int | None = option(None, "outer replicas, of whole nodes (default: one a node)", low=1)
     outer_optimizer: str = option(
         "nesterov",
         "rule that updates the weights of the last meeting by the replicas' mean difference to them: SGD with "
@@ -281,9 +262,7 @@ class OuterConfig:
     outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0, needs=SGD)
     outer_momentum: float = option(0.5, "momentum of the outer optimizer", low=0, below=1, needs=SGD)
     outer_bits: int = option(
-        32,
-        "bits of each parameter's difference between replicas: 32 exact, 16 bf16, else quantised",
-        choices=OUTER_BITS,
+        32, "bits of a difference between replicas: 32 exact, 16 bf16, else quantised", choices=OUTER_BITS
     )
     outer_rounding: str | None = option(
         None,
@@ -300,8 +279,7 @@ class OuterConfig:
     )
     outer_delay: int = option(
         0,
-        "steps that differences are on their way while training continues, fewer than --outer-interval; 0: training "
-        "waits for each meeting",
+        "steps of training while differences are on their way, fewer than --outer-interval; 0: training waits",
         low=0,
         small=1,
     )
@@ -311,6 +289,11 @@ class OuterConfig:
 class PrecisionConfig:
     """Compute dtype. Master weights, accumulated gradients, sums and the loss are at least fp32."""
 
+    NEEDS: ClassVar = {
+        "loss_scale": FP16,
+        **dict.fromkeys(("initial_", "min_", "loss_scale_", "hysteresis"), (FP16, DYNAMIC)),
+    }
+
     params_dtype: str = option(
         "fp32",
         "dtype of parameters and activations",
@@ -319,30 +302,13 @@ class PrecisionConfig:
         resume=UPDATE,
     )
     loss_scale: float | None = option(
-        None,
-        "fp16: fixed factor of losses before the backward; 0 is dynamic (default: dynamic)",
-        low=0,
-        high=2.0**127,
-        needs=FP16,
+        None, "fp16: fixed factor of losses; 0 is dynamic (default: dynamic)", low=0, high=2.0**127
     )
-    initial_loss_scale: float = option(
-        2.0**32, "fp16: first value of the dynamic loss scale", above=0, high=2.0**127, needs=(FP16, DYNAMIC)
-    )
-    min_loss_scale: float = option(
-        1.0, "fp16: least value of the dynamic loss scale", above=0, needs=(FP16, DYNAMIC)
-    )
-    loss_scale_window: int = option(
-        1000,
-        "fp16: steps in a row without overflow after which the loss scale doubles",
-        low=1,
-        needs=(FP16, DYNAMIC),
-    )
+    initial_loss_scale: float = option(2.0**32, "fp16: first dynamic loss scale", above=0, high=2.0**127)
+    min_loss_scale: float = option(1.0, "fp16: least dynamic loss scale", above=0)
+    loss_scale_window: int = option(1000, "fp16: overflow-free steps in a row that double the scale", low=1)
     hysteresis: int = option(
-        2,
-        "fp16: the loss scale halves at the N-th overflow and at each one after it; the count restarts when the "
-        "scale grows",
-        low=1,
-        needs=(FP16, DYNAMIC),
+        2, "fp16: the scale halves at the N-th overflow and each later one; growth restarts the count", low=1
     )
 
     @property
@@ -373,9 +339,7 @@ class BatchConfig:
         "equal steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
         small=SHORT,
     )
-    elastic: bool = option(
-        False, "keep the global batch on another number of data-parallel ranks, by a smaller micro-batch"
-    )
+    elastic: bool = option(False, "keep the global batch on other numbers of ranks, by a smaller micro-batch")
 
     def samples_per_step(self, data_parallel: int) -> int:
         """Return the global batch, after any ramp-up, of ``data_parallel`` shares."""
@@ -387,27 +351,19 @@ class TrainingConfig:
     """Length of the run, evaluation, recomputation, device."""
 
     NEEDS: ClassVar = {"moe_": EXPERTS}
+    SMALL: ClassVar = dict.fromkeys(("exit_", "kill_", "eval_", "distributed_", "health_"), SHORT)
+    RESUME: ClassVar = {"moe_": UPDATE}
 
     train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
     train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1, small=SHORT)
-    exit_interval: int | None = option(
-        None, "save and exit at iterations divisible by this; 0: never", low=0, small=SHORT
-    )
-    exit_duration_in_mins: float | None = option(
-        None, "save and exit after these minutes; 0: never", low=0, small=SHORT
-    )
+    exit_interval: int | None = option(None, "save and exit at iterations divisible by this; 0: never", low=0)
+    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes; 0: never", low=0)
     kill_switch_path: str | None = option(
-        None,
-        "save and exit at the end of an iteration if this file exists; do not begin if it exists at the start",
-        small=SHORT,
+        None, "save and exit after an iteration if this file exists; do not begin if it does"
     )
-    exit_signal_handler: bool = option(False, "save and exit on SIGTERM, SIGUSR1 or SIGINT", small=SHORT)
-    eval_interval: int = option(
-        1000, "iterations between evaluations; 0: none", low=0, small=SHORT, needs=EVALUATES
-    )
-    eval_at_start: bool = option(
-        False, "evaluate before the first iteration of a fresh run, too", small=SHORT, needs=EVALUATES
-    )
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM, SIGUSR1 or SIGINT")
+    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0, needs=EVALUATES)
+    eval_at_start: bool = option(False, "evaluate before a fresh run's first iteration, too", needs=EVALUATES)
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=ORDER)
     deterministic_mode: bool = option(False, "only deterministic kernels")
@@ -438,27 +394,18 @@ class TrainingConfig:
         "loss that balances experts: over each micro-batch, over each sample (seq_aux_loss), or none",
         choices=("aux_loss", "seq_aux_loss", "none"),
         needs="moe_aux_loss_coeff > 0",
-        resume=UPDATE,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
         "weight of the loss that balances experts; 0: none",
         low=0,
         needs="moe_router_load_balancing_type = aux_loss|seq_aux_loss",
-        resume=UPDATE,
     )
     moe_z_loss_coeff: float | None = option(
-        None,
-        "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)",
-        low=0,
-        resume=UPDATE,
+        None, "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)", low=0
     )
     moe_router_bias_update_rate: float = option(
-        1e-3,
-        "how far a step moves the bias of --moe-router-enable-expert-bias",
-        low=0,
-        needs="moe_router_enable_expert_bias",
-        resume=UPDATE,
+        1e-3, "how far a step moves an expert's bias", low=0, needs="moe_router_enable_expert_bias"
     )
     loss_chunk_tokens: int | str | None = option(
         None,
@@ -468,15 +415,10 @@ class TrainingConfig:
         word=AUTO,
         small=3,
     )
-    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0, small=SHORT)
-    health_check: bool | None = option(
-        None, "try nodes first, name bad ones (default: on under SLURM)", small=SHORT
-    )
+    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
+    health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
     distributed_init_timeout_minutes: float = option(
-        5.0,
-        "limit of the start: until all ranks have joined, and again until their communicators are made",
-        above=0,
-        small=SHORT,
+        5.0, "limit of the start: until all ranks joined, and again until communicators are made", above=0
     )
     optimizer_impl: str = option(
         "auto",
@@ -485,16 +427,10 @@ class TrainingConfig:
         choices=IMPLEMENTATIONS,
     )
     norm_impl: str = option(
-        "torch",
-        "implementation of norms: torch, or NVIDIA's apex on CUDA",
-        choices=("torch", "apex"),
-        small="torch",
+        "torch", "norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex"), small="torch"
     )
     device: str = option(
-        "auto",
-        "device to compute on; auto takes CUDA if there is one",
-        choices=("auto", "cpu", "cuda"),
-        small="cpu",
+        "auto", "device; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda"), small="cpu"
     )
 
     @property
@@ -588,9 +524,7 @@ class CheckpointConfig:
         needs="loads_hugging_face: --load hf:DIR",
     )
     save_hf: str | None = option(
-        None,
-        "Hugging Face folder to write when the training is over, from the last checkpoint and by all ranks",
-        strict=True,
+        None, "Hugging Face folder to write at the end, by all ranks from the last checkpoint", strict=True
     )
     allow_fresh_start: bool = option(
         False,
@@ -599,13 +533,9 @@ class CheckpointConfig:
         needs=("load", CHECKPOINT),
     )
     exit_on_missing_checkpoint: bool = option(
-        False,
-        "a --load without a checkpoint is an error even where it is the folder of --save",
-        needs=("load", CHECKPOINT),
+        False, "--load without a checkpoint is an error even in --save's folder", needs=("load", CHECKPOINT)
     )
-    save_interval: int | None = option(
-        None, "iterations between checkpoints (default, and 0: at exit only)", low=0
-    )
+    save_interval: int | None = option(None, "iterations between saves (default, 0: at exit only)", low=0)
     save_retain_interval: int | None = option(
         None,
         "keep for good the first checkpoint at or after every N-th iteration; of the rest, keep the newest "
@@ -614,16 +544,10 @@ class CheckpointConfig:
         needs="save_interval > 0",
     )
     save_keep_last: int | None = option(
-        None,
-        "how many of the newest checkpoints to keep (default: all)",
-        low=1,
-        needs="save_interval > 0",
+        None, "how many of the newest checkpoints to keep (default: all)", low=1, needs="save_interval > 0"
     )
     save_retry_minutes: float = option(
-        10.0,
-        "how long a save that the storage refuses is retried, from the first failure on, before it ends the run; 0: "
-        "not at all",
-        low=0,
+        10.0, "how long a save is retried after the storage's first refusal; 0: not at all", low=0
     )
     save_copy: str | None = option(
         None,
@@ -646,17 +570,12 @@ class CheckpointConfig:
         needs=("save", "save_interval > 0"),
     )
     finetune: bool = option(
-        False,
-        "load weights only: optimizer, schedule, data position and RNG start new",
-        needs="load",
-        resume=BEGINS,
+        False, "load weights alone; optimizer, schedule, data and RNG start new", needs="load", resume=BEGINS
     )
     load_optim: bool = option(True, "load optimizer states", needs=CONTINUES, resume=BEGINS)
     load_rng: bool = option(True, "load RNG states", needs=CONTINUES, resume=BEGINS)
     use_checkpoint_opt_param_scheduler: bool = option(
-        False,
-        "take the schedule of learning rate and weight decay from the checkpoint, not from the flags",
-        needs=("load", CONTINUES),
+        False, "take the checkpoint's schedule of learning rate and weight decay", needs=("load", CONTINUES)
     )
 
 
@@ -667,9 +586,7 @@ class PlanningConfig:
     SMALL: ClassVar = SHORT
 
     cluster: str | None = option(
-        None,
-        "cluster file, or the name of one that comes with the planner: it predicts step times, and "
-        "--zero-preset auto chooses by it",
+        None, "cluster file, or the name of one of the planner's: for step times and --zero-preset auto"
     )
     loss_policy: str = option(
         "exact",
@@ -679,9 +596,7 @@ class PlanningConfig:
         choices=("exact", "int8", "zeropp", "aggressive", "outer"),
         needs="zero_preset = auto",
     )
-    memory_check: bool = option(
-        True, "refuse a run whose predicted memory is more than its devices have, before it allocates"
-    )
+    memory_check: bool = option(True, "refuse, before it allocates, a run of more memory than devices have")
 
 
 @dataclass(frozen=True)
@@ -702,17 +617,11 @@ class LoggingConfig:
     """Logs, loggers and callbacks. Throughput is always logged."""
 
     SMALL: ClassVar = SHORT
-    NEEDS: ClassVar = {"wandb_": "wandb_project"}
+    NEEDS: ClassVar = {"wandb_": "wandb_project", "moe_": EXPERTS}
 
-    log_interval: int = option(
-        100, "iterations between console lines, whose figures are means over them", low=1
-    )
-    log_dir: str = option(
-        "logs", "folder of metrics.jsonl, of events.jsonl and of the resolved configuration"
-    )
-    moe_per_layer_logging: bool = option(
-        False, "balance of experts of each layer in every line, too", needs=EXPERTS
-    )
+    log_interval: int = option(100, "iterations between console lines; figures are means over them", low=1)
+    log_dir: str = option("logs", "folder of metrics.jsonl, events.jsonl and the resolved configuration")
+    moe_per_layer_logging: bool = option(False, "balance of experts of each layer in every line, too")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project (default: none, and nothing is sent)")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")

@@ -44,11 +44,7 @@ class MegatronWeights:
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        step: int | None = None,
-        words: Collection[str] = (),
-        accept: Collection[str] = (),
+        cls, path: Path, step: int | None = None, words: Collection[str] = (), accept: Collection[str] = ()
     ) -> MegatronWeights:
         """Open a folder of Megatron's --save, or one of its iter_* folders.
 

@@ -26,12 +26,7 @@ class SoftmaxAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tp: TensorParallel,
-        cp: ContextParallel,
-        recompute: str,
-        **factory: Any,
+        self, config: ModelConfig, tp: TensorParallel, cp: ContextParallel, recompute: str, **factory: Any
     ) -> None:
         super().__init__()
         self.config, self.tp, self.cp, self.recompute = config, tp, cp, recompute

@@ -36,12 +36,7 @@ class Profiler(Callback):
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        decoder: Decoder,
-        engine: Engine,
-        pipeline: Pipeline,
-        bill: TimeBill,
+        self, config: RunConfig, decoder: Decoder, engine: Engine, pipeline: Pipeline, bill: TimeBill
     ) -> None:
         self.options, self.rank, self.device = config.profiling, engine.mesh.rank, engine.mesh.device
         self.folder = Path(config.logging.log_dir) / "profile"

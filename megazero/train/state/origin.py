@@ -103,9 +103,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     if chosen.path is None and not damaged and is_published(options.load):
         folder = published_folder(options.load)
         opened = agree_local(
-            world_group(),
-            f"'{folder}' not loaded",
-            lambda: Published.open(folder, options.accept_field),
+            world_group(), f"'{folder}' not loaded", lambda: Published.open(folder, options.accept_field)
         )
         return Origin(Progress(base=opened.base, license=opened.license), published=opened)
     if chosen.path is None:
@@ -206,12 +204,7 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
     """
     found = list(_passed_over(damaged)) + _of_first_rank(
         mesh,
-        lambda: [
-            *_incomplete(Path(load)),
-            *_elsewhere(Path(load)),
-            *_copies(options),
-            *_foreign(Path(load)),
-        ],
+        lambda: [*_incomplete(Path(load)), *_elsewhere(Path(load)), *_copies(options), *_foreign(Path(load))],
     )
     if found:
         raise store.CheckpointError(f"--load {load} holds no complete checkpoint; {'; '.join(found)}")

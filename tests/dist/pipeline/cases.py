@@ -63,7 +63,7 @@ def places(sizes: Sequence[tuple[int, int, int]]) -> Iterator[Place]:
             seen: set[Any] = set()
             for shards, lifetime in product(PRESETS, LIFETIMES):
                 try:
-                    resolved = resolve_shards(shards, dp, h, lifetime)
+                    resolved = resolve_shards(shards, dp, (h,), lifetime)
                 except ValueError:
                     continue
                 if resolved not in seen:

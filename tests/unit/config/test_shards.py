@@ -31,9 +31,9 @@ def test_presets_follow_the_table(d, h):
     for preset, factors in table.items():
         if h == 1 and preset in ("mics", "hsdp", "hpz"):
             with pytest.raises(ValueError, match="nearest legal preset: zero3"):
-                resolve_shards(preset, d, h)
+                resolve_shards(preset, d, (h,))
             continue
-        shards = resolve_shards(preset, d, h)
+        shards = resolve_shards(preset, d, (h,))
         assert shards.factors == factors
         assert one_collective_each(factors, d, h)
         expected = "use" if factors[0] == factors[2] else "resident" if factors[0] == 1 else "step"
@@ -43,13 +43,13 @@ def test_presets_follow_the_table(d, h):
 @pytest.mark.parametrize("d,h", [(d, h) for d, h in SIZES if d <= 12])
 def test_explicit_factors_are_legal_exactly_where_every_cut_divides_the_next(d, h):
     for factors in triples(d + 1):
-        assert (not shard_problem(factors, d, h)) == one_collective_each(factors, d, h), factors
+        assert (not shard_problem(factors, d, (h,))) == one_collective_each(factors, d, h), factors
 
 
 def test_nearest_factors_are_legal():
     for d, h in [(8, 4), (12, 4), (6, 3)]:
         for factors in triples(d):
-            problem = shard_problem(factors, d, h)
+            problem = shard_problem(factors, d, (h,))
             assert bool(problem) != one_collective_each(factors, d, h)
             if problem:
                 nearest = tuple(map(int, problem.rpartition("nearest legal: ")[2].split(",")))
@@ -58,72 +58,72 @@ def test_nearest_factors_are_legal():
 
 def test_every_broken_rule_is_named():
     with pytest.raises(ValueError) as error:
-        resolve_shards((2, 3, 4), 8, 4)
+        resolve_shards((2, 3, 4), 8, (4,))
     for part in ("P = 2 does not divide G = 3", "G = 3 does not divide OS = 4", "G = 3 neither", "2,4,4"):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="three numbers"):
-        resolve_shards((2, 4), 8, 4)
+        resolve_shards((2, 4), 8, (4,))
 
 
 def test_lifetimes():
-    assert resolve_shards("hpz", 8, 4).lifetime == "step"
-    assert resolve_shards("hpz", 8, 4, "resident").lifetime == "resident"
-    assert resolve_shards("hpz", 8, 8).lifetime == "use"  # one node: hpz is zero3
-    assert resolve_shards("zero3", 8, 4, "resident").lifetime == "use"
-    assert resolve_shards("zeropp", 8, 4).lifetime == "step"
-    assert resolve_shards("zeropp", 8, 4, delta=True).lifetime == "resident"
+    assert resolve_shards("hpz", 8, (4,)).lifetime == "step"
+    assert resolve_shards("hpz", 8, (4,), "resident").lifetime == "resident"
+    assert resolve_shards("hpz", 8, (8,)).lifetime == "use"  # one node: hpz is zero3
+    assert resolve_shards("zero3", 8, (4,), "resident").lifetime == "use"
+    assert resolve_shards("zeropp", 8, (4,)).lifetime == "step"
+    assert resolve_shards("zeropp", 8, (4,), delta=True).lifetime == "resident"
     assert (
-        resolve_shards((2, 4, 4), 4, 4, delta=True).lifetime == "step"
+        resolve_shards((2, 4, 4), 4, (4,), delta=True).lifetime == "step"
     )  # one node: differences are not sent
     with pytest.raises(ValueError, match="nearest legal: step"):
-        resolve_shards("zero1", 8, 4, "use")
+        resolve_shards("zero1", 8, (4,), "use")
     for policy, h, delta in (
         ("hpz", 4, False),
         ("zero3", 4, False),
         ("zeropp", 4, True),
         ("zeropp", 4, False),
     ):
-        default = resolve_shards(policy, 8, h, delta=delta)
-        gathered = resolve_shards(policy, 8, h, "gathered", delta=delta)
+        default = resolve_shards(policy, 8, (h,), delta=delta)
+        gathered = resolve_shards(policy, 8, (h,), "gathered", delta=delta)
         assert gathered.keep_gathered and not default.keep_gathered
         assert dataclasses.replace(gathered, keep_gathered=False) == default
     for policy in ("ddp", "zero1", "zero2", (1, 4, 8)):
         with pytest.raises(ValueError, match="'gathered' needs P > 1.*nearest legal: resident"):
-            resolve_shards(policy, 8, 4, "gathered")
+            resolve_shards(policy, 8, (4,), "gathered")
     for policy in ("zero2", "zero3", "hpz", "zeropp"):
-        whole = resolve_shards(policy, 8, 4, gradients="step")
-        assert whole == dataclasses.replace(resolve_shards(policy, 8, 4), whole_gradients=True)
-        assert resolve_shards(policy, 8, 4, gradients="micro-batch") == resolve_shards(policy, 8, 4)
+        whole = resolve_shards(policy, 8, (4,), gradients="step")
+        assert whole == dataclasses.replace(resolve_shards(policy, 8, (4,)), whole_gradients=True)
+        assert resolve_shards(policy, 8, (4,), gradients="micro-batch") == resolve_shards(policy, 8, (4,))
     for policy in ("ddp", "zero1"):
         with pytest.raises(
             ValueError, match="gradient lifetime 'step' needs G > 1.*nearest legal: leave it out"
         ):
-            resolve_shards(policy, 8, 4, gradients="step")
+            resolve_shards(policy, 8, (4,), gradients="step")
     with pytest.raises(ValueError, match="'sep' is not one of use, step, resident, gathered"):
-        resolve_shards("zero1", 8, 4, "sep")
+        resolve_shards("zero1", 8, (4,), "sep")
 
 
 def test_hpz_partition_size():
-    assert resolve_shards("hpz", 8, 4, partition=2).factors == (2, 8, 8)
+    assert resolve_shards("hpz", 8, (4,), partition=2).factors == (2, 8, 8)
     with pytest.raises(ValueError, match="nearest legal: 4,8,8"):
-        resolve_shards("hpz", 8, 4, partition=3)
+        resolve_shards("hpz", 8, (4,), partition=3)
     with pytest.raises(ValueError, match="nearest legal preset: zero3"):
-        resolve_shards("hpz", 8, 4, partition=1)
-    assert resolve_shards("zeropp", 8, 4, partition=2).factors == (2, 4, 8)
+        resolve_shards("hpz", 8, (4,), partition=1)
+    assert resolve_shards("zeropp", 8, (4,), partition=2).factors == (2, 4, 8)
     with pytest.raises(ValueError, match="--zero-shard 1,4,8"):
-        resolve_shards("zeropp", 8, 4, partition=1)
+        resolve_shards("zeropp", 8, (4,), partition=1)
     for preset in ("hpz", "zeropp"):  # a partition of 8 fits the factors' rule, but not one node
         with pytest.raises(ValueError, match="straddle nodes.*nearest: --zero-hpz-partition-size 4"):
-            resolve_shards(preset, 8, 4, partition=8)
+            resolve_shards(preset, 8, (4,), partition=8)
 
 
 def test_a_partition_may_be_the_ranks_of_a_rack():
     """Of 8 data-parallel ranks 2 share a node, 4 a rack. zeropp's gradients stay where its parameters are."""
-    assert resolve_shards("hpz", 8, 2, partition=4, above=(4,)).factors == (4, 8, 8)
-    assert resolve_shards("zeropp", 8, 2, partition=4, above=(4,)).factors == (4, 4, 8)
-    assert resolve_shards("zeropp", 8, 1, partition=2, above=(2,)).factors == (2, 2, 8)
-    assert resolve_shards("zeropp", 8, 2, above=(4,)).factors == (2, 2, 8)
+    assert resolve_shards("hpz", 8, (2, 4), partition=4).factors == (4, 8, 8)
+    assert resolve_shards("zeropp", 8, (2, 4), partition=4).factors == (4, 4, 8)
+    assert resolve_shards("zeropp", 8, (1, 2), partition=2).factors == (2, 2, 8)
+    assert resolve_shards("zeropp", 8, (2, 4)).factors == (2, 2, 8)
     with refused("straddle", "--zero-hpz-partition-size 4"):
-        resolve_shards("zeropp", 8, 2, partition=8, above=(4,))
+        resolve_shards("zeropp", 8, (2, 4), partition=8)
     with refused("G = 3", "per rack", "nearest legal: 4,4,8"):
-        resolve_shards("zeropp", 8, 2, partition=3, above=(4,))
+        resolve_shards("zeropp", 8, (2, 4), partition=3)

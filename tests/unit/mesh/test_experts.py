@@ -25,7 +25,7 @@ def layouts() -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int, int],
             continue
         d, h = world // (tp * pp), data_ranks(make_levels(world, per_node), tp, pp)[0]
         for shards in product(divisors(d), repeat=3):
-            if not shard_problem(shards, d, h):
+            if not shard_problem(shards, d, (h,)):
                 yield (world, per_node, tp, pp), shards, d, h
 
 
@@ -34,8 +34,8 @@ def test_experts_lie_on_the_ranks_that_hold_the_same_and_keep_the_share_of_every
     for sizes, shards, d, h in layouts():
         for together in divisors(d):
             ep = together * sizes[2]
-            inside = not expert_problem(ep, ep, sizes[2], shards, d, h)
-            if expert_problem(ep, ep, sizes[2], shards, d, h, across=True):
+            inside = not expert_problem(ep, ep, sizes[2], shards, d, (h,))
+            if expert_problem(ep, ep, sizes[2], shards, d, (h,), across=True):
                 refused += 1
                 straddles = h % together and together % h
                 assert straddles or any(k % together and together % k for k in shards)
@@ -92,13 +92,13 @@ def test_axes_that_other_parameters_have_too_are_the_same() -> None:
 def test_other_sizes_are_refused_with_the_nearest(
     ep: int, experts: int, tp: int, shards: tuple[int, int, int], words: str
 ) -> None:
-    assert words in expert_problem(ep, experts, tp, shards, 8, 4)
+    assert words in expert_problem(ep, experts, tp, shards, 8, (4,))
 
 
 def test_a_size_between_two_factors_is_refused_and_so_are_pipelines_inside() -> None:
-    problem = expert_problem(2, 8, 1, (3, 3, 6), 6, 6)
+    problem = expert_problem(2, 8, 1, (3, 3, 6), 6, (6,))
     assert "its 2 data-parallel ranks neither divide P = 3 nor are a multiple of it; nearest: 1" in problem
-    problem = expert_problem(4, 8, 2, (1, 1, 4), 4, 4, dp_outermost=True)
+    problem = expert_problem(4, 8, 2, (1, 1, 4), 4, (4,), dp_outermost=True)
     assert "puts pipelines between data-parallel neighbours; nearest: 2" in problem
     with refused("node", "2 of 6"):
         make_grid(6, 2, ep=3)

@@ -49,7 +49,7 @@ def test_every_axis_has_one_link_and_one_role() -> None:
         d = 8 // (tp * pp)
         near = [max(1, min(d, size // (tp * (pp if outermost else 1)))) for size in (2, 4)]
         for shards in product((1, 2, 4, 8), repeat=3):
-            if shard_problem(shards, d, near[0], near[1:]):
+            if shard_problem(shards, d, near):
                 continue
             grid = make_grid(8, 2, tp, pp, shards, outermost, level_sizes=(2,))
             assert len({axis.name for axis in grid.axes}) == len(grid.axes)
@@ -65,7 +65,7 @@ def test_every_axis_has_one_link_and_one_role() -> None:
             products = [
                 prod(axis.size for axis in grid.data_axes[: i + 1]) for i in range(len(grid.data_axes))
             ]
-            assert [1, *products] == sorted(set(data_cuts(d, near[0], shards, near[1:])))
+            assert [1, *products] == sorted(set(data_cuts(d, near, shards)))
 
 
 def test_axes_are_named_by_role_and_link() -> None:
@@ -99,7 +99,7 @@ def test_a_row_of_scalars_crosses_each_link_once() -> None:
 @pytest.mark.parametrize("wanted", [(3, 3, 3), (2, 6, 6), (1, 1, 5)])
 def test_illegal_factors_name_the_nearest_legal_ones(wanted: tuple[int, int, int]) -> None:
     """Of 12 data-parallel ranks 2 share a node and 4 a rack."""
-    problem, nearest = shard_problem(wanted, 12, 2, (4,)), nearest_shards(wanted, 12, 2, (4,))
-    assert ",".join(map(str, nearest)) in problem and not shard_problem(nearest, 12, 2, (4,))
-    assert whole_parts(12, 2, 4) == [1, 2, 4, 12]
-    assert "rack" in shard_problem((6, 6, 6), 12, 2, (4,))
+    problem, nearest = shard_problem(wanted, 12, (2, 4)), nearest_shards(wanted, 12, (2, 4))
+    assert ",".join(map(str, nearest)) in problem and not shard_problem(nearest, 12, (2, 4))
+    assert whole_parts(12, (2, 4)) == [1, 2, 4, 12]
+    assert "rack" in shard_problem((6, 6, 6), 12, (2, 4))

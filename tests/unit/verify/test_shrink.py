@@ -163,7 +163,7 @@ def test_a_large_world_keeps_every_cut() -> None:
     h, d = found.config.data_ranks_per_node(world), found.config.data_parallel_size(world)
     assert world.world_size <= 16 and (layout.tp, layout.pp) == (2, 2) and (h, d) == (2, 4)
     assert found.config.shards(world).factors == layout.shards == (2, 2, 4)
-    assert data_cuts(d, h, layout.shards) == [1, 2, 4]
+    assert data_cuts(d, (h,), layout.shards) == [1, 2, 4]
     assert world.world_size // world.ranks_per_node > 1
     assert found.changes["tensor_model_parallel_size"] == (8, 2)
     names(" ".join(found.notes), "16 ranks for 1024", "4 data-parallel", "no rank between")

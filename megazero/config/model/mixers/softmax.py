@@ -34,9 +34,7 @@ class SoftmaxOptions(Backbone):
         False, "biases in the query, key and value linears, whatever the other linears have (by family)"
     )
     softmax_scale: float | None = option(
-        None,
-        "factor of attention's scores before their softmax (default: 1 / sqrt(width of a head))",
-        above=0,
+        None, "factor of attention's scores before softmax (default: 1 / sqrt(width of a head))", above=0
     )
 
     @property
