@@ -72,7 +72,7 @@ class Stepped:
     @cached_property
     def owners(self) -> int:
         """How many ranks share the states."""
-        return self.cut.ranks(self.cut.os)
+        return self.cut.ranks[self.cut.os]
 
     def _held(self, matrices: Iterable[tuple[LayerMatrix, int]]) -> float:
         return sum(n * matrix.numel for matrix, n in matrices) / self.owners
