@@ -1,6 +1,6 @@
 """zeropp of three levels, of two, FSDP2 and HSDP on two racks of two nodes.
 
-    python -m benchmarks.links.levels [--rate 1gbit] [--uplink 100mbit] [--micro-batches 4] [--rounds 5]
+    python -m benchmarks.links.levels [--rate 1gbit] [--uplink 100mbit] [--micro-batches 1] [--only "HSDP" "FSDP2"]
 
 A node's link has --rate, a rack's link to the other one --uplink; inside a node nothing is shaped. Contestants train
 the model of comparison.py and take turns. Bytes between racks are what the kernel counts at a rack's link: the
@@ -30,11 +30,11 @@ CONTESTANTS: dict[str, Contestant] = {
 }
 
 
-def compare(micro_batches: int, rounds: int) -> dict[str, Any]:
+def compare(names: list[str], micro_batches: int, rounds: int) -> dict[str, Any]:
     """Let the contestants take turns. Return their seconds, and the bytes by link that the ranks of the node that
     sends most count in a step."""
     shape, ranks = shape_of(micro_batches), harness.ranks_per_node()
-    running = {name: each.build(shape, ranks) for name, each in CONTESTANTS.items()}
+    running = {name: CONTESTANTS[name].build(shape, ranks) for name in names}
     taken: dict[str, list[harness.Taken]] = {name: [] for name in running}
     turns = {
         name: lambda name=name, each=each: harness.measure(lambda: taken[name].append(each.step()))[0]  # type: ignore[misc]
@@ -78,7 +78,7 @@ def between_racks(lab: Lab, name: str, micro_batches: int) -> int:
 
 def rows(found: dict[str, Any], racks: dict[str, int]) -> list[list[str]]:
     """Return a row for each contestant."""
-    first = next(iter(CONTESTANTS))
+    first = next(iter(racks))
     own, made = found["seconds"][first], []
     for name, seconds in found["seconds"].items():
         counted = {link: sent / 1e6 for link, sent in found["counted"].get(name, {}).items()}
@@ -90,15 +90,22 @@ def rows(found: dict[str, Any], racks: dict[str, int]) -> list[list[str]]:
 
 def main() -> None:
     options = harness.parser(
-        __doc__, rate="1gbit", uplink="100mbit", micro_batches=4, rounds=(5, "turns that count")
+        __doc__,
+        rate="1gbit",
+        uplink="100mbit",
+        micro_batches=1,
+        rounds=(5, "turns that count"),
+        only=(list(CONTESTANTS), "contestants"),
     ).parse_args()
     with Lab(NODES, options.rate, RACKS, options.uplink) as lab:
-        found = harness.run(compare, options.micro_batches, options.rounds, lab=lab, ranks=RANKS)
-        racks = {name: between_racks(lab, name, options.micro_batches) for name in CONTESTANTS}
+        found = harness.run(
+            compare, options.only, options.micro_batches, options.rounds, lab=lab, ranks=RANKS
+        )
+        racks = {name: between_racks(lab, name, options.micro_batches) for name in options.only}
     header = [
         "",
         "s a step",
-        "times three levels'",
+        "times the first",
         "MB a rack sends to the other",
         "MB a node's ranks count",
     ]
