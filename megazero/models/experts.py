@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel, summed
+from megazero.kernels.weighted_swiglu import weighted_swiglu
 from megazero.models.feed_forward import FeedForward, activation
 from megazero.moe import (
     Balance,
@@ -68,10 +69,14 @@ class Experts(nn.Module):
         """
         up = grouped_linear(rows, self.up_proj.weight, ends)
         if self.gate_proj is None:
-            inner = activation(self.config, up)
+            inner = weighted(activation(self.config, up), probabilities)
         else:
-            inner = activation(self.config, grouped_linear(rows, self.gate_proj.weight, ends)) * up
-        return grouped_linear(weighted(inner, probabilities), self.down_proj.weight, ends)
+            gate = grouped_linear(rows, self.gate_proj.weight, ends)
+            if self.config.swiglu:
+                inner = weighted_swiglu(gate, up, probabilities)
+            else:
+                inner = weighted(activation(self.config, gate) * up, probabilities)
+        return grouped_linear(inner, self.down_proj.weight, ends)
 
 
 def router_of(config: ModelConfig) -> Router:
