@@ -226,6 +226,8 @@ def _note_peak(setting: Setting, record: Record) -> None:
 run_one = partial(run, ONE, TINY, (EAGER,))
 run_one_compiled = partial(run, ONE, TINY, (COMPILED, LAST))
 run_mixture = partial(run, MIXTURE, SMALL, (EXPERTS,))
-run_mixture_four = partial(run, *(replace(x, micro_batches=4) for x in (MIXTURE, SMALL)), (EXPERTS_ALONE,))
+run_mixture_four = partial(
+    run, replace(MIXTURE, micro_batches=4), replace(SMALL, micro_batches=4), (EXPERTS_ALONE,)
+)
 run_three = partial(run, THREE, TINY, (EAGER,))
 run_three_compiled = partial(run, THREE, TINY, (COMPILED, LAST))
