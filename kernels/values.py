@@ -68,12 +68,19 @@ def load_values(x: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 
 @jit
+def rounded(values: tl.tensor) -> tl.tensor:
+    """fp32 of values rounded to bf16, to nearest even."""
+    bits = values.to(tl.int32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    nearest = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, nearest)
+    return nearest.to(tl.float32, bitcast=True)
+
+
+@jit
 def store_values(x: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
     """fp32 values to x + at, rounded to nearest even; x as for load_values."""
     if x.dtype.element_ty == tl.int16:
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
-        tl.store(x + at, rounded.to(tl.int16), mask=mask)
+        bits = rounded(values).to(tl.int32, bitcast=True)
+        tl.store(x + at, (bits >> 16).to(tl.int16), mask=mask)
     else:
         tl.store(x + at, values.to(x.dtype.element_ty), mask=mask)

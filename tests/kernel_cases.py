@@ -19,6 +19,7 @@ from megazero.kernels import (
     moments,
     quantize,
     sum_rows,
+    weighted_swiglu,
 )
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Hadamard
@@ -140,6 +141,35 @@ def different_updates(device: str, n: int = 5 * adamw.TILE // 2 + 7) -> list[str
     return found
 
 
+def different_activations(device: str, rows: int = 3) -> list[str]:
+    """Names of what of weighted SwiGLU and its gradients the kernels give in other bits than the reference.
+
+    Gates are spread over all that bf16 has; 64 rows have every one. A second time all sums are exact, whatever their
+    order.
+    """
+    found, drawn, width = [], torch.Generator().manual_seed(0), weighted_swiglu.TILE + 8
+    every = (torch.arange(rows * width) * 40503).to(torch.int16).view(rows, width)
+    near, size = torch.rand(2, rows, width, generator=drawn) + 0.5
+    sign = torch.randint(2, (rows, width), generator=drawn) * 2.0 - 1
+    normal = torch.randn(2, rows, width, generator=drawn)
+    cases = {"gates": (every.view(torch.bfloat16), *normal), "exact sums": (near, size, sign)}
+    probabilities = torch.rand(rows, generator=drawn)
+    for name, case in cases.items():
+        results = []
+        for where, kernel in ((device, True), ("cpu", False)):
+            gate, up, grad = (x.to(where, torch.bfloat16) for x in case)
+            shares = probabilities.to(where)
+            with on_kernels(kernel):
+                assert dispatch.use_kernel(gate, up) == kernel
+                out = weighted_swiglu.product(gate, up, shares)
+                results.append((out, *weighted_swiglu.gradients(grad, gate, up, shares)))
+        names = ("product", "gate", "up", "probabilities")[: 4 if name == "exact sums" else 3]
+        found += [
+            f"{what}, {name}" for what, a, b in zip(names, *results, strict=False) if not same(a.cpu(), b)
+        ]
+    return found
+
+
 @dispatch.jit
 def _scales_at(out, b, row_bytes, row_blocks, PART: dispatch.tl.constexpr):
     at = scales_at(dispatch.tl.load(out), b, row_bytes, row_blocks, PART)
@@ -157,5 +187,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {case.name: different(case, "cpu") for case in CASES}
     results |= {"scales_at": [far_scales()], "adamw": different_updates("cpu")}
+    results |= {"weighted SwiGLU": different_activations("cpu")}
     results["why none runs"] = [dispatch.why_none_runs(torch.device("cpu"))]
     json.dump(results, sys.stdout)

@@ -28,6 +28,7 @@ from megazero.kernels import (  # noqa: E402
     moments,
     quantize,
     sum_rows,
+    weighted_swiglu,
 )
 from megazero.kernels.format import Format  # noqa: E402
 from megazero.kernels.hadamard import Hadamard  # noqa: E402
@@ -106,6 +107,7 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
         return Format(4, 64, transform=Hadamard(64, noise.start))
 
     half = torch.bfloat16
+    inner, probabilities = values(eight, half), torch.zeros(rows)
     decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
     return {
         "quantize": lambda _: quantize.quantize(values(eight, torch.float32), encoded(eight), eight),
@@ -126,6 +128,8 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
         "sum_rows": lambda _: sum_rows.sum_rows(
             values(four, half), values(four, torch.float32)[0], True, values(four, half)[0]
         ),
+        "weighted SwiGLU": lambda _: weighted_swiglu.product(inner, inner, probabilities),
+        "gradients of SwiGLU": lambda _: weighted_swiglu.gradients(inner, inner, inner, probabilities),
     }
 
 

@@ -20,9 +20,11 @@ from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Hadamard
 from megazero.kernels.quantize import quantize
 from megazero.kernels.sum_rows import sum_rows
+from megazero.kernels.weighted_swiglu import gradients, product
 
 BITS = (32, 16, 8, 4, 2)  # of an element of a message; 32 and 16: exact
 ROWS = 4  # messages of an operation: sources of a sum
+WIDTH = 1024  # of an expert
 RATES = Rates.of(10, 1e-4, (0.9, 0.95), 1e-8, 0.1, 0.5)
 EXACT = {32: torch.float32, 16: torch.bfloat16}
 Operation = tuple[str, str, int, Callable[[], object]]  # name, rounding, bytes read and written, what runs
@@ -53,8 +55,7 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
         x, out = torch.randn(ROWS, n, device=device).to(EXACT[bits]), torch.zeros(n, device=device)
         own, moved = x[0], x.nbytes + 2 * out.nbytes
         yield "sum", "-", moved, lambda: sum_rows(x[1:], out, True, own)
-        if bits == 32:
-            yield from _updates(n, device)
+        yield from _updates(n, device) if bits == 32 else _activations(n, device)
         return
     form = Format(bits, DEFAULT_BLOCK[bits])
     coded = ROWS * form.coded_bytes(n)
@@ -91,6 +92,14 @@ def _updates(n: int, device: torch.device) -> Iterator[Operation]:
     """Yield updates of ROWS * n elements."""
     state = torch.zeros(4, ROWS * n, device=device)
     yield "update", "-", state.nbytes + 3 * state[0].nbytes, lambda: adamw(*state, RATES)  # type: ignore[call-arg]
+
+
+def _activations(n: int, device: torch.device) -> Iterator[Operation]:
+    """Yield those of experts' rows of WIDTH elements, ROWS * n in all."""
+    gate, up, grad = torch.randn(3, ROWS * n // WIDTH, WIDTH, device=device).to(torch.bfloat16)
+    probabilities = torch.rand(len(gate), device=device)
+    yield "weighted SwiGLU", "-", 3 * gate.nbytes, lambda: product(gate, up, probabilities)
+    yield "gradients of SwiGLU", "-", 5 * gate.nbytes, lambda: gradients(grad, gate, up, probabilities)
 
 
 def _filled(size: int) -> int:

@@ -33,6 +33,7 @@ PIECES = (
     Piece("kernels", "Bandwidth of the kernels", "kernels.run", 40, {"TRITON_INTERPRET": "1"}),
     Piece("train-1b", "Training, 1B parameters", "training.run_one", 65),
     Piece("train-experts", "Training, a mixture of experts", "training.run_mixture", 70),
+    Piece("train-experts-4", "The mixture with four micro-batches", "training.run_mixture_four", 70),
     Piece("memory", "Peak memory against the formula", "memory.run", 20),
     Piece("race", "The race of hpZ", "race.run", 20),
     Piece("compile-1b", "Compiled layers, 1B parameters", "training.run_one_compiled", 90),

@@ -5,8 +5,9 @@ megazero's engine as a run has it (--optimizer-impl auto: the update in one pass
 --compile; the same decoder in a plain torch loop, with its modules compiled and without; under FSDP2 as torchtitan
 has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM, or MixtralForCausalLM with its grouped
 products, of the same sizes in the plain loop. All compute in bf16 with an fp32 master, AdamW, clipping, one
-micro-batch a step. FLOPs are megazero/config/model/spec.py's for all: recompute is not counted. A row has figures
-only if its loss falls over three steps and its first gradients have the others' norm.
+micro-batch a step; the mixture, whose update is some 30% of such a step, also with four. FLOPs are
+megazero/config/model/spec.py's for all: recompute is not counted. A row has figures only if its loss falls over three
+steps and its first gradients have the others' norm.
 
 The plain contestant compiles the head with its loss, and each layer with its recompute inside. megazero and FSDP2
 compile layers alone. In megazero full recompute is around the compiled layer, which then runs whole once more.
@@ -39,6 +40,7 @@ LARGE = Shape(sequence=4096, vocabulary=32000, dtype=torch.bfloat16)
 ONE = replace(LARGE, layers=18, hidden=2048, ffn=5632, heads=16, micro_batch=4)
 THREE = replace(LARGE, layers=26, hidden=3072, ffn=8192, heads=24, micro_batch=1)
 MIXTURE = replace(ONE, layers=6, ffn=1024, micro_batch=2, experts=64, topk=8)
+SMALL = replace(TINY, experts=4)
 SEED = 1  # of initial values: all draw them in one order, so their losses and norms are the same
 # What a run's --optimizer-impl auto takes: on CUDA the update in one pass, which prepares refreshes, too.
 AS_A_RUN = partial(best_adamw, lr=1e-4, weight_decay=0.1)
@@ -164,6 +166,7 @@ EAGER = {
     "plain torch": ("none", "selective", "full"), "transformers": ENDS,
 }  # fmt: skip
 EXPERTS = dict.fromkeys(("megazero, as a run has it", "plain torch", "transformers"), ENDS)
+EXPERTS_ALONE = dict.fromkeys(EXPERTS, ("none",))
 COMPILED = dict.fromkeys(("megazero, as a run has it", "megazero, compiled", "plain torch, compiled"), ENDS)
 LAST = {"FSDP2, compiled": ENDS}  # it leaves a process group
 
@@ -197,7 +200,8 @@ def _measured(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(step_seconds(step, device) for _ in range(setting.pick(8, 1)))
-    rate = training_flops(llama(shape), [shape.sequence] * shape.micro_batch) / seconds / 1e12
+    samples = shape.micro_batch * shape.micro_batches
+    rate = training_flops(llama(shape), [shape.sequence] * samples) / seconds / 1e12
     found = {"tokens/s": shape.tokens / seconds, "TFLOP/s": rate}
     found |= {"loss": f"{own.first:.3f} to {own.last:.3f}", "norm": own.norm}
     if cuda:
@@ -221,6 +225,9 @@ def _note_peak(setting: Setting, record: Record) -> None:
 
 run_one = partial(run, ONE, TINY, (EAGER,))
 run_one_compiled = partial(run, ONE, TINY, (COMPILED, LAST))
-run_mixture = partial(run, MIXTURE, replace(TINY, experts=4), (EXPERTS,))
+run_mixture = partial(run, MIXTURE, SMALL, (EXPERTS,))
+run_mixture_four = partial(
+    run, replace(MIXTURE, micro_batches=4), replace(SMALL, micro_batches=4), (EXPERTS_ALONE,)
+)
 run_three = partial(run, THREE, TINY, (EAGER,))
 run_three_compiled = partial(run, THREE, TINY, (COMPILED, LAST))

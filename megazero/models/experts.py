@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel, summed
+from megazero.kernels.weighted_swiglu import weighted_swiglu
 from megazero.models.feed_forward import FeedForward, activation
 from megazero.moe import (
     Balance,
@@ -70,10 +71,14 @@ class Experts(nn.Module):
         """
         up = self.grouped(rows, self.up_proj.weight, ends)
         if self.gate_proj is None:
-            inner = activation(self.config, up)
+            inner = weighted(activation(self.config, up), probabilities)
         else:
-            inner = activation(self.config, self.grouped(rows, self.gate_proj.weight, ends)) * up
-        return self.grouped(weighted(inner, probabilities), self.down_proj.weight, ends)
+            gate = self.grouped(rows, self.gate_proj.weight, ends)
+            if self.config.swiglu:
+                inner = weighted_swiglu(gate, up, probabilities)
+            else:
+                inner = weighted(activation(self.config, gate) * up, probabilities)
+        return self.grouped(inner, self.down_proj.weight, ends)
 
 
 def router_of(config: ModelConfig) -> Router:

@@ -27,6 +27,10 @@ def test_the_update_equals_its_reference() -> None:
     assert kernel_cases.different_updates("cuda") == []
 
 
+def test_weighted_swiglu_equals_its_reference() -> None:
+    assert kernel_cases.different_activations("cuda", rows=64) == []
+
+
 def test_messages_of_cpu_and_gpu_are_equal() -> None:
     """Mixed groups, and checkpoints that move: exact region and filling included."""
     codec = Blockwise(4)

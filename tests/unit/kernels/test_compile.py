@@ -1,4 +1,4 @@
-"""The kernels compile for a GPU (without one), with 16-byte accesses and exactly rounded arithmetic only."""
+"""The kernels compile for a GPU (without one), with 16-byte accesses and exactly rounded arithmetic, but for exp."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ KERNELS = (
     "quantize", "dequantize", "dequantize and add", "accumulate",
     "sum_quantize", "sum_rows", "adamw",
     "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
-    "adamw in int8",
+    "adamw in int8", "weighted SwiGLU", "gradients of SwiGLU",
 )  # fmt: skip
+EXP = ("cvt.ftz.sat", "ex2.approx.ftz", "fma.rm.ftz", "fma.rn.ftz")  # CUDA's, which torch has, too
+INEXACT = {
+    "weighted SwiGLU": [*EXP],
+    "gradients of SwiGLU": sorted([*EXP, "fma.rn.f32"]),
+}  # torch fuses one, too
 pytestmark = pytest.mark.long
 ALWAYS = ("quantize", "dequantize and add", "sum_quantize", "adamw")
 
@@ -57,7 +62,7 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(kernel: str, compiled: d
     accesses = compiled[kernel]["accesses"]
     for kind in ("ld", "st"):
         assert any(name.startswith(f"{kind}.global.v4") for name in accesses), accesses
-    assert compiled[kernel]["inexact"] == []
+    assert compiled[kernel]["inexact"] == INEXACT.get(kernel, [])
 
 
 @pytest.mark.parametrize("kernel", of_each(KERNELS))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.kernels.weighted_swiglu import weighted_swiglu
 from megazero.models import Decoder, make_model
 from megazero.moe import Decision, Dispatch, ExpertParallel, Router, route, weighted
 from megazero.products.product import PLAIN
@@ -186,17 +190,25 @@ def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
 BIASED = {**MIXTURE, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
+WEIGHTED = {
+    "weighted": (1, weighted, lambda x: x),
+    "swiglu": (2, weighted_swiglu, lambda gate, up: F.silu(gate) * up),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [0, 1, T])
-def test_rows_are_weighted_as_by_a_product_that_is_rounded(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("inputs, own, plain", WEIGHTED.values(), ids=WEIGHTED)
+def test_rows_are_weighted_as_by_a_product_that_is_rounded(
+    inputs: int, own: Callable[..., Tensor], plain: Callable[..., Tensor], rows: int, dtype: torch.dtype
+) -> None:
     """Bit for bit, gradients too."""
-    x, grad = (drawn(rows, H, dtype=dtype, seed=seed) for seed in (0, 1))
-    probabilities = drawn(rows, seed=2).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    x.requires_grad_()
-    found, wanted = weighted(x, probabilities), (x * probabilities.unsqueeze(-1)).to(dtype)
+    grad, *xs = (drawn(rows, H, dtype=dtype, seed=seed).requires_grad_() for seed in range(inputs + 1))
+    probabilities = drawn(rows, seed=3).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    found, wanted = own(*xs, probabilities), (plain(*xs) * probabilities.unsqueeze(-1)).to(dtype)
     pairs = zip(
-        (found, *torch.autograd.grad(found, (x, probabilities), grad)),
-        (wanted, *torch.autograd.grad(wanted, (x, probabilities), grad)),
+        (found, *torch.autograd.grad(found, (*xs, probabilities), grad)),
+        (wanted, *torch.autograd.grad(wanted, (*xs, probabilities), grad)),
         strict=True,
     )
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
