@@ -80,9 +80,10 @@ def _by_kernel(gate: torch.Tensor, up: torch.Tensor, probabilities: torch.Tensor
 
 def _launch(kernel: Any, gate: torch.Tensor, *others: torch.Tensor) -> None:
     """Have a program run for each row."""
-    assert all(x.is_contiguous() for x in others), [x.stride() for x in others]
+    held = (gate, *others)
+    assert all(x.is_contiguous() for x in held), [x.stride() for x in held]
     rows, width = gate.shape
-    kernel[(rows,)](*map(raw, (gate, *others)), width, TILE, not INTERPRETED, enable_fp_fusion=False)
+    kernel[(rows,)](*map(raw, held), width, TILE, not INTERPRETED, enable_fp_fusion=False)
 
 
 @jit
