@@ -111,8 +111,8 @@ class Policy:
         codecs, problems = self.codecs, []
         outer = self.outer.codec if self.outer else None
         for codec in (*codecs.codings, outer):
-            inner = codec.block if isinstance(codec, Coding) else 1
             codec_of(codec)  # raises ValueError for an impossible format
+            inner = getattr(codec, "block", 1)  # of the exact, and of one without blocks, an element
             if self.block % inner:
                 problems.append(
                     f"block={self.block} is not a multiple of the codec's block {inner}, so a slice could cut one; "
