@@ -265,13 +265,14 @@ def _experts(c: ModelConfig) -> Block:
     gated = (gate,) if shared and c.moe_shared_expert_gate else ()
     # Rows are laid out by expert, and by token and added: 5 h elements of each in a forward, 8 h in a backward, which
     # counts as two forwards. Its activation is multiplied by its probability, 2 w and 12 w; the one before is kept,
-    # too. SwiGLU does both in one pass (kernels/weighted_swiglu.py), 3 w and 5 w; gate, up and its result are kept.
-    # Scores are in fp32 and indices in int64: some elements of each expert and row. Behind a gate an output is kept.
+    # too. SwiGLU does both in one operation (kernels/weighted_swiglu.py), which keeps gate, up and its result; what
+    # it moves counts as before until a card has measured it. Scores are in fp32 and indices in int64: some elements
+    # of each expert and row. Behind a gate an output is kept.
     width, scores, kept_gate = c.expert_width, 2 * count + 16 * topk, h if gated else 0
-    moved, kept = (8 * width, 3 * width) if c.swiglu else (3 * each.moved + 14 * width, each.kept + width)
+    kept = 3 * width if c.swiglu else each.kept + width
     return Block(
         (router, *stacked, *beside.parameters, *gated),
-        moved=topk * ((13 * h + moved) // 3) + beside.moved + scores,
+        moved=topk * (each.moved + (13 * h + 14 * width) // 3) + beside.moved + scores,
         kept=topk * (h + kept) + beside.kept + scores + kept_gate,
         gradients=topk * (each.gradients + 2 * h) + beside.gradients,
     )
