@@ -249,8 +249,10 @@ class RunConfig:
         Raises ValueError if groups straddle nodes, or higher levels, unevenly.
         """
         node, parallel = self.ranks_per_node(world), self.parallel
-        for ranks in (world.world_size, self.replica_world(world).world_size):
-            levels = make_levels(ranks, node, parallel.level_sizes)
+        make_levels(
+            world.world_size, node, parallel.level_sizes
+        )  # refuses sizes that only a replica's ranks divide by
+        levels = make_levels(self.replica_world(world).world_size, node, parallel.level_sizes)
         return data_ranks(
             levels,
             parallel.tensor_model_parallel_size,

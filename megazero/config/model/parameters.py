@@ -116,6 +116,7 @@ def norm(
     heads: int | None = None,
     own_heads: bool = False,
 ) -> Iterator[ParameterSpec]:
+    """Yield a norm over ``size`` elements, by default the stream's. cut, heads, own_heads: as ``ParameterSpec``'s."""
     shape = (c.hidden_size if size is None else size,)
     weight = ParameterSpec(f"{name}.weight", shape, cut, heads, own_heads=own_heads)
     yield replace(weight, mean=0.0 if c.apply_layernorm_1p else 1.0)

@@ -325,6 +325,7 @@ def test_a_resume_keeps_the_outer_momentum(before, flags, momentum, tmp_path):
 
 # What a checkpoint holds of the transform: as runs wrote it before it was the default, before there was one, and now.
 OLD, OLDER, NEW = {"zero_gradient_transform": "none"}, {}, {"zero_gradient_transform": None}
+BITS = {"zero_gradient_bits": 8}
 PLAIN, MIXED = Coding(4, 64), Coding(4, 64, hadamard=64)
 KEPT = "from {}: --zero-gradient-transform none, so gradients are sent as they were"
 CHANGED = "the flags decide the format of gradients, which is not that of {}: --zero-gradient-transform"
@@ -357,6 +358,9 @@ CHANGED = "the flags decide the format of gradients, which is not that of {}: --
         ("zero3", OLD, "zeropp", MIXED, []),
         ("zeropp --no-zero-quantized-gradients", OLD, "zeropp", MIXED, []),
         ("zeropp --zero-gradient-bits 8", OLD, "zeropp", Coding(8, 128), ["from {}: --zero-gradient-bits 8"]),
+        # A number, as checkpoints had it that were written before there could be several.
+        ("zeropp", OLD | BITS, "zeropp", Coding(8, 128), ["from {}: --zero-gradient-bits 8"]),
+        ("zeropp", NEW | BITS, "zeropp --zero-gradient-bits 8", Coding(8, 128), []),
         (
             "zeropp --zero-gradient-bits 8",
             OLD,
