@@ -19,13 +19,14 @@ from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
 from megazero.kernels.quantize import rows_together
-from megazero.kernels.values import load_values, raw, scales_at, small_floats, store_values, tile_of
+from megazero.kernels.values import load_values, raw, scales_at, store_values, tile_of
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool = False) -> None:
     """Decode the coded part of ``messages`` into ``out``.
 
-    ``messages`` is uint8 [k, m] and contiguous. ``out`` is [k, n] of any float dtype, and its rows are contiguous.
+    ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16. ``out`` is [k, n] of any float dtype, and
+    its rows are contiguous.
     With ``add``, the decoded values are added to ``out``; the sum is taken in fp32 (in fp64 where ``out`` is fp64).
     """
     if not out.numel():
@@ -110,29 +111,48 @@ class Unpacking:
 
 
 @jit
-def load_tile(
-    messages: tl.tensor, halves: tl.tensor, row: tl.tensor, b: tl.tensor, valid: tl.tensor,
+def load_digits(
+    words: tl.tensor, halves: tl.tensor, row: tl.tensor, b: tl.tensor, valid: tl.tensor,
     row_bytes: tl.tensor, row_blocks: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Values fp32 [r, pack, part] of blocks b int64 [r] of a row int64; messages int8 and halves int16 are one
-    buffer."""
-    PACK: tl.constexpr = 8 // BITS
-    PART: tl.constexpr = BLOCK // PACK
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Digits and what each is multiplied by, fp32 [r, w, d], of blocks b int64 [r] of a row int64: w words of d
+    digits, as they lie in the payload. words int32 and halves int16 are one buffer.
+
+    A thread loads whole words and keeps their digits. One stays where it is in its word, as the last bits of a float:
+    it is 2 ** low times as large, and its scale as much smaller, which is exact, as 2 ** -149 is. So a digit takes
+    two operations, and those above bit 16 share a shift.
+    """
+    PART: tl.constexpr = BLOCK * BITS // 8
+    WORD: tl.constexpr = PART if PART < 4 else 4  # bytes
     OFFSET: tl.constexpr = 1 << (BITS - 1)
     BIAS: tl.constexpr = OFFSET * (255 // ((1 << BITS) - 1))
-    j = tl.arange(0, PART)
-    at = (row * row_bytes + b * PART)[:, None] + j[None, :]
-    biased = tl.load(messages + at, mask=valid[:, None], other=0).to(tl.int32) + BIAS
-    p = tl.arange(0, PACK)[None, :, None]
-    digits = small_floats((biased[:, None, :] >> (p * BITS)) & ((1 << BITS) - 1), OFFSET)
+    at = row * (row_bytes // WORD) + b * (PART // WORD)
+    at = at[:, None, None] + tl.arange(0, PART // WORD)[None, :, None]
+    word = tl.load((halves if WORD < 4 else words) + at, mask=valid[:, None, None], other=0).to(tl.int32)
+    # Byte + BIAS has unsigned digits: 128 is a flipped bit, and the rest makes 255 at most, so nothing is carried.
+    biased = (word ^ -0x7F7F7F80) + (BIAS - 0x80) * 0x01010101
+    bit = tl.arange(0, 8 * WORD // BITS)[None, None, :] * BITS
+    shift = bit // 16 * (16 - (BITS if BITS < 4 else 4))
+    low = bit - shift
+    # 2 ** 23 in a register, as row_blocks is not negative: of two constants, the compiler moves one for each digit.
+    exponent = tl.minimum(row_blocks, 0) + 0x4B000000
+    digits = ((biased >> shift) & (((1 << BITS) - 1) << low)) | exponent
+    digits = digits.to(tl.float32, bitcast=True) - (0x4B000000 + (OFFSET << low)).to(tl.float32, bitcast=True)
     scale = load_values(halves, scales_at(row, b, row_bytes, row_blocks, PART), valid)
-    return digits * scale[:, None, None]
+    return digits, scale[:, None, None] * ((127 - low) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def blocks_tile(x: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """x [r, w, d] of ``load_digits`` as [r, pack, part]."""
+    PACK: tl.constexpr = 8 // BITS
+    return tl.permute(tl.reshape(x, (x.shape[0], BLOCK // PACK, PACK)), (0, 2, 1))
 
 
 @drawing_jit
 def _kernel(
-    messages: tl.tensor, halves: tl.tensor, out: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
+    words: tl.tensor, halves: tl.tensor, out: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
     row_stride: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -141,7 +161,8 @@ def _kernel(
     at, mask = row * row_stride + b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], valid[:, None]
     if ADD:
         held = load_values(out, at, mask)
-    values = load_tile(messages, halves, row, b, valid, row_bytes, row_blocks, BITS, BLOCK)
+    digits, scales = load_digits(words, halves, row, b, valid, row_bytes, row_blocks, BITS, BLOCK)
+    values = blocks_tile(digits * scales, BITS, BLOCK)
     values = tl.reshape(inverse_tile(values, sign0, sign1, SIZE), (R, BLOCK))
     if ADD:
         values += held
@@ -151,7 +172,7 @@ def _kernel(
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) -> None:
     row_blocks, r = form.blocks(out.shape[1]), TILE // form.block
     _kernel[(-(-row_blocks // r) * messages.shape[0],)](
-        messages.view(torch.int8), messages.view(torch.int16), raw(out),
+        messages.view(torch.int32), messages.view(torch.int16), raw(out),
         row_blocks, messages.shape[1], out.stride(0), *transform_arguments(form.transform),
         form.bits, form.block, add, r,
         enable_fp_fusion=False,

@@ -13,18 +13,18 @@ from __future__ import annotations
 import torch
 
 from megazero.kernels.arena import SCRATCH, Frame
-from megazero.kernels.dequantize import Decoding, load_tile
+from megazero.kernels.dequantize import Decoding, blocks_tile, load_digits
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
-from megazero.kernels.values import small_floats
 
 
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
     """Decode the rows of ``messages`` and write their sum to ``out``, or add it to ``out`` if ``accumulate``.
 
-    ``messages`` is uint8 [k, m] and contiguous; its coded part is read. ``out`` is [n], fp32 or fp64, and contiguous.
+    ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16; its coded part is read. ``out`` is [n],
+    fp32 or fp64, and contiguous.
     """
     if not out.numel():
         return
@@ -80,68 +80,48 @@ class Summed:
 
 @jit
 def sum_tile(
-    messages: tl.tensor, halves: tl.tensor, sources: tl.tensor, b: tl.tensor, valid: tl.tensor,
+    acc: tl.tensor, words: tl.tensor, halves: tl.tensor, sources: tl.tensor, b: tl.tensor, valid: tl.tensor,
     row_bytes: tl.tensor, row_blocks: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The sum, fp32 [r, pack, part], of blocks b int64 [r] of messages 0, 1, ... sources - 1, in this order.
+    """acc fp32 [r, BLOCK] + blocks b int64 [r] of messages 0, 1, ... sources - 1, in this order: [r, pack, part].
 
-    It starts from bytes that are masked everywhere, and not from a constant. So the compiler gives the sum the layout
-    of 16-byte accesses, in which a thread has the elements of one block or two and reads as many scales. A constant
-    leaves it one element of each of 32 blocks: 255 registers, and 32 reciprocals a thread where the sum is encoded.
+    The sum stays in the layout of loaded words (load_digits), so nothing is exchanged between threads for it.
     """
     PACK: tl.constexpr = 8 // BITS
-    PART: tl.constexpr = BLOCK // PACK
-    p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
-    nowhere = (b < tl.minimum(sources, 0))[:, None, None]
-    # 16 bytes of it: as many elements as a thread has bytes of payload.
-    wide = messages if PACK < 4 else halves
-    nothing = tl.load(wide + b[:, None, None] * BLOCK + p * PART + j, mask=nowhere, other=0)
-    acc = small_floats(nothing.to(tl.int32), 0)
-    return add_tiles(acc, messages, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)
-
-
-@jit
-def add_tiles(
-    acc: tl.tensor, messages: tl.tensor, halves: tl.tensor, sources: tl.tensor, b: tl.tensor, valid: tl.tensor,
-    row_bytes: tl.tensor, row_blocks: tl.tensor,
-    BITS: tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """acc fp32 [r, pack, part] + blocks b int64 [r] of messages 0, 1, ... sources - 1, in this order."""
+    D: tl.constexpr = 32 // BITS if 32 // BITS < BLOCK else BLOCK  # digits of a word
+    acc = tl.permute(tl.reshape(acc, (acc.shape[0], PACK, BLOCK // PACK)), (0, 2, 1))
+    acc = tl.reshape(acc, (acc.shape[0], BLOCK // D, D))
     for k in range(sources):
         row = tl.cast(k, tl.int64)
-        acc += load_tile(messages, halves, row, b, valid, row_bytes, row_blocks, BITS, BLOCK)
-    return acc
+        digits, scales = load_digits(words, halves, row, b, valid, row_bytes, row_blocks, BITS, BLOCK)
+        acc = tl.fma(digits, scales, acc)  # the product is exact, so the sum is rounded once
+    return blocks_tile(acc, BITS, BLOCK)
 
 
 @drawing_jit
 def _kernel(
-    messages: tl.tensor, halves: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
+    words: tl.tensor, halves: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
     row_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
-    PACK: tl.constexpr = 8 // BITS
-    PART: tl.constexpr = BLOCK // PACK
     b = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     valid = b < row_blocks
+    at, mask = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], valid[:, None]
+    acc = tl.zeros((R, BLOCK), tl.float32)
     if ACCUMULATE and SIZE == 0:
-        p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
-        at, mask = b[:, None, None] * BLOCK + p * PART + j, valid[:, None, None]
         acc = tl.load(out + at, mask=mask, other=0.0)
-        acc = add_tiles(acc, messages, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)
-    else:
-        acc = sum_tile(messages, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)
-        acc = tl.reshape(inverse_tile(acc, sign0, sign1, SIZE), (R, BLOCK))
-        at, mask = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], valid[:, None]
-        if ACCUMULATE:
-            acc += tl.load(out + at, mask=mask, other=0.0)
+    acc = sum_tile(acc, words, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)
+    acc = tl.reshape(inverse_tile(acc, sign0, sign1, SIZE), (R, BLOCK))
+    if ACCUMULATE and SIZE > 0:
+        acc += tl.load(out + at, mask=mask, other=0.0)
     tl.store(out + at, acc, mask=mask)
 
 
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
     row_blocks, r = form.blocks(out.numel()), TILE // form.block
     _kernel[(-(-row_blocks // r),)](
-        messages.view(torch.int8), messages.view(torch.int16), out,
+        messages.view(torch.int32), messages.view(torch.int16), out,
         messages.shape[0], row_blocks, messages.shape[1], *transform_arguments(form.transform),
         form.bits, form.block, accumulate, r,
         enable_fp_fusion=False,

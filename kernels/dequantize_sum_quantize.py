@@ -21,7 +21,6 @@ from megazero.kernels.format import Format
 from megazero.kernels.hadamard import forward_tile, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
 from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
-from megazero.kernels.values import tile_of
 
 
 def dequantize_sum_quantize(
@@ -34,8 +33,8 @@ def dequantize_sum_quantize(
     """Decode the rows of ``messages``, sum them, and encode the sum into the rows of ``out``.
 
     ``messages`` is uint8 [k, m], and the coded part of each row holds n elements. ``out`` is uint8 [rows, m2] and
-    contiguous, and the coded part of each row gets n / rows elements. If both formats have one transform, the sum
-    stays transformed.
+    contiguous, and the coded part of each row gets n / rows elements. m and m2 are multiples of 16. If both formats
+    have one transform, the sum stays transformed.
     """
     share = n // len(out)
     form.blocks(share)  # a row of out is whole blocks of both
@@ -58,7 +57,7 @@ def dequantize_sum_quantize(
 
 @drawing_jit
 def _kernel(
-    messages: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
+    words: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
     row_blocks: tl.tensor, row_bytes: tl.tensor, share_blocks: tl.tensor, out_blocks: tl.tensor,
     out_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
@@ -69,10 +68,12 @@ def _kernel(
     NEXT_PART: tl.constexpr = NEXT_BLOCK // NEXT_PACK
     R: tl.constexpr = ELEMENTS // BLOCK
     NEXT_R: tl.constexpr = ELEMENTS // NEXT_BLOCK
-    row, h, valid = tile_of(out_blocks, NEXT_R)
-    _, b, there = tile_of(share_blocks, R)  # the same elements
+    row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    h, b = tile * NEXT_R + tl.arange(0, NEXT_R), tile * R + tl.arange(0, R)  # the same elements
+    valid, there = h < out_blocks, b < share_blocks
     b += row * share_blocks
-    acc = sum_tile(messages, halves, sources, b, there, row_bytes, row_blocks, BITS, BLOCK)
+    acc = tl.zeros((R, BLOCK), tl.float32)
+    acc = sum_tile(acc, words, halves, sources, b, there, row_bytes, row_blocks, BITS, BLOCK)
     acc = inverse_tile(acc, sign0, sign1, SIZE)
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
     acc = forward_tile(acc, next_sign0, next_sign1, NEXT_SIZE)
@@ -83,8 +84,8 @@ def _kernel(
 def _launch(messages: torch.Tensor, n: int, form: Format, out: torch.Tensor, next_form: Format) -> None:
     rows = out.shape[0]
     share = n // rows
-    _kernel[(-(-share // TILE) * rows,)](
-        messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
+    _kernel[(-(-share // TILE), rows)](
+        messages.view(torch.int32), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
         messages.shape[0], form.blocks(n), messages.shape[1], form.blocks(share),
         next_form.blocks(share), out.shape[1],
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),

@@ -218,7 +218,9 @@ def encode_tile(
     finite = bits < 0x7F800000
     x = tl.where(finite[:, None, None], x, 0.0)
     scale = scale_tile(bits, 1.0 / QMAX, LARGEST, DROPPED, SMALLEST)
-    y = tl.clamp(x * inverse_tile(scale)[:, None, None], -1.0 * QMAX, 1.0 * QMAX)
+    y = x * inverse_tile(scale)[:, None, None]
+    if BITS == 8:  # of fewer, the largest scale leaves y within qmax + 1 / 8, which is rounded to qmax
+        y = tl.clamp(y, -1.0 * QMAX, 1.0 * QMAX)
     if drawn is not None:
         y = y + drawn * 0.0000152587890625
     digits = small_integers(y)

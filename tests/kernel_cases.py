@@ -49,7 +49,7 @@ CASES = (
     Case("4 bits, Hadamard, bf16", mixed(4, 128, 128), Format(2, 64), torch.bfloat16),
     Case("2 bits, Hadamard, fp16", mixed(2, 64, 32), mixed(4, 16, 16), torch.float16),
     Case("8 bits, Hadamard of 8 in 2,048, bf16", mixed(8, 2048, 8), mixed(8, 512, 8), torch.bfloat16),
-    Case("2 bits, fp32", Format(2, 64), Format(8, 32), torch.float32),
+    Case("2 bits in blocks of 8, fp32", Format(2, 8), Format(8, 32), torch.float32, 8),
 )
 
 

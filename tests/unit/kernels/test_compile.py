@@ -24,6 +24,8 @@ KERNELS = (
 )  # fmt: skip
 EXP = ("cvt.ftz.sat", "ex2.approx.ftz", "fma.rm.ftz", "fma.rn.ftz")  # CUDA's, which torch has, too
 INEXACT = {
+    # their products are exact
+    **dict.fromkeys(("accumulate", "accumulate and mix", "sum_quantize"), ["fma.rn.f32"]),
     "weighted SwiGLU": [*EXP],
     "gradients of SwiGLU": sorted([*EXP, "fma.rn.f32"]),
 }  # torch fuses one, too
