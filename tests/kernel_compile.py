@@ -93,8 +93,8 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
 
     def sum_quantize(_: Noise) -> None:
         n = blocks * eight.block
-        out = buffer(four, 1, n, "cpu")
-        dequantize_sum_quantize.dequantize_sum_quantize(encoded(eight), n, eight, out, four)
+        messages, out = buffer(four, rows, n, "cpu"), buffer(eight, 1, n, "cpu")
+        dequantize_sum_quantize.dequantize_sum_quantize(messages, n, four, out, eight)
 
     def update(noise: Noise, kept: torch.dtype = torch.float32) -> None:
         """The step's numbers change, and 1 and 16 are among them."""
@@ -163,6 +163,8 @@ def summary(compiled: list[Any]) -> dict[str, Any]:
         # of 64 bits, as one per block and source was; of numbers, at a quarter of an addition's rate
         "divisions": len(re.findall(r"(?:div|rem)\.[su]64", ptx)),
         "conversions": len(re.findall(r"cvt\.\w+\.(?:f32\.[su]\d|[su]\d+\.f32)", ptx)),
+        # between threads, in loops
+        "exchanges": len(re.findall(r"bar\.|shfl\.", str(re.findall(r"(\$L\w+):(.*?)bra\s+\1;", ptx, re.S)))),
         "compilations": len({id(kernel) for kernel in compiled}),
     }
 

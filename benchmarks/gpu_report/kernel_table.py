@@ -2,7 +2,9 @@
 
     python -m benchmarks.gpu_report.kernel_table
 
-The machine code is read by cuobjdump, which comes with Triton.
+The machine code is read by cuobjdump, which comes with Triton. Instructions are those of a message's kernels that run
+for an element of what is written, of 4 messages where they are summed: all but those behind the last exit, and those
+of the loop over sources 4 times. Slots are those that an H100 could issue while its memory moves the element's bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +19,22 @@ from tests import kernel_compile  # isort: skip  first: it tells the kernels tha
 import torch
 
 from benchmarks import harness
-from benchmarks.gpu_report.kernels import BITS, operations
+from benchmarks.gpu_report.kernels import BITS, EXACT, ROWS, operations
 from benchmarks.gpu_report.page import table
+from megazero.kernels.dispatch import TILE
 
 BLOCKS = 132  # of a row: a multiple of 4 rows, none of 16, as Triton would specialise for
 REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 << 10, 64, 32  # of a multiprocessor, at most
 RESERVED = 1 << 10  # bytes of shared memory that the system takes for each program
+# An H100's: instructions of a thread that its 132 x 4 schedulers issue a second at 1.7 GHz, and bytes of its memory.
+ISSUED, MEMORY = 132 * 4 * 32 * 1.7e9, 3.35e12
+KINDS = (
+    ("memory", r"(LD|ST)(G|S|L|C|SM)"),
+    ("shuffle", r"SHFL"),
+    ("fp", r"[FH](ADD|MUL|FMA)2?|IMAD"),  # at the full rate; IMAD there, too
+    ("int", r"(?!U[A-Z]|NOP)\w+"),  # and comparisons, at half of it
+    ("uniform", r"U\w+"),
+)
 
 
 def main() -> None:
@@ -33,14 +45,16 @@ def main() -> None:
 def rows() -> Iterator[dict[str, Any]]:
     compiled = kernel_compile.capture()
     cpu = torch.device("cpu")
-    every = ((bits, each) for bits in BITS for each in operations(BLOCKS * 128, bits, cpu))
-    for bits, (name, rounding, _, launch) in every:
+    n = BLOCKS * 128
+    every = ((bits, each) for bits in BITS for each in operations(n, bits, cpu))
+    for bits, (name, rounding, moved, launch) in every:
         compiled.clear()
         launch()
         (kernel,) = compiled
         used = kernel_compile.resources(kernel)
-        widths = accesses(kernel_compile.dumped(kernel, "-sass"))
-        yield {
+        sass = kernel_compile.dumped(kernel, "-sass")
+        widths = accesses(sass)
+        row = {
             "kernel": name,
             "bits": bits,
             "rounding": rounding,
@@ -49,6 +63,12 @@ def rows() -> Iterator[dict[str, Any]]:
             "loads": told(widths["LDG"]),
             "stores": told(widths["STG"]),
         }
+        if bits not in EXACT:
+            written = n if "sum" in name else ROWS * n
+            run = instructions(sass, TILE // (32 * kernel.metadata.num_warps))
+            row["instructions"] = ", ".join(f"{kind} {count:.1f}" for kind, count in run.items())
+            row["slots"] = f"{ISSUED / MEMORY * moved / written:.1f}"
+        yield row
 
 
 def accesses(sass: str) -> dict[str, Counter[int]]:
@@ -58,6 +78,21 @@ def accesses(sass: str) -> dict[str, Counter[int]]:
         (width,) = re.findall(r"(?:^|\.)[US]?(8|16|64|128)(?=\.|$)", rest) or ["32"]
         found[kind][int(width)] += 1
     return found
+
+
+def instructions(sass: str, elements: int) -> dict[str, float]:
+    """Count the instructions that run for each of a thread's elements, by kind."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)[\w.]* *([^;]*);", sass)
+    code = [(int(at, 16), name, rest) for at, name, rest in found]
+    last = max(at for at, name, _ in code if name == "EXIT")
+    jumps = ((int(rest.split("0x")[-1], 16), at) for at, name, rest in code if name == "BRA" and at < last)
+    loops = [(first, at) for first, at in jumps if first < at]
+    counted = dict.fromkeys((kind for kind, _ in KINDS), 0.0)
+    for at, name, _ in code:
+        kind = next((kind for kind, names in KINDS if re.fullmatch(names, name)), None)
+        if at <= last and kind:
+            counted[kind] += (ROWS if any(first <= at <= end for first, end in loops) else 1) / elements
+    return counted
 
 
 def told(widths: Counter[int]) -> str:
