@@ -96,7 +96,7 @@ class Reference:
 
 def _whole_decoder(model: Model) -> Decoder:
     config = model.config()
-    balance = replace(balance_losses(config), samples=model.block)
+    balance = replace(balance_losses(config), samples=model.block, together=model.together)
     decoder = Decoder(config.model, balance=balance, dtype=DTYPES[model.dtype])
     decoder.initialize(config.training.seed)
     return decoder

@@ -51,12 +51,14 @@ def by_hand(logits: Tensor, router: Router, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize(("kind", "size"), [("aux_loss", 3), ("aux_loss", SAMPLES), ("seq_aux_loss", 1)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("over_micro_batches", 3), ("over_micro_batches", SAMPLES), ("over_samples", 1)]
+)
 def test_a_loss_is_the_mean_over_blocks_and_its_gradient_is_added(
     router: Router, kind: str, size: int
 ) -> None:
     x, weight = drawn(LENGTH * SAMPLES, H), drawn(E, H, seed=1).requires_grad_()
-    losses = BalanceLosses(kind, COEFFICIENT, Z, size, scale=lambda: SCALE)
+    losses = BalanceLosses(**{kind: COEFFICIENT}, z=Z, samples=size, scale=lambda: SCALE)
     balance, decision, given = Balance(losses, router, E), Decision(), drawn(LENGTH * SAMPLES, 2, seed=2)
     routed = route(x, weight, router, decision)
     out = balance.attach(routed, decision, SAMPLES, LENGTH, lambda counts: counts)
@@ -93,7 +95,7 @@ def test_a_bias_moves_by_the_rate_towards_the_mean() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_step_is_counted_once_and_an_evaluation_never(recompute: str) -> None:
-    losses = BalanceLosses("seq_aux_loss", COEFFICIENT, Z)
+    losses = BalanceLosses(over_samples=COEFFICIENT, z=Z)
     decoder = Decoder(make_model(**BIASED), recompute=recompute, balance=losses, dtype=torch.float64)
     plain = Decoder(make_model(**BIASED), dtype=torch.float64)
     tokens = torch.arange(12).view(2, 6)
@@ -126,7 +128,7 @@ def test_a_loss_scale_changes_no_gradient() -> None:
     mesh, tokens = make_mesh(config, World(1, 1), torch.device("cpu")), torch.arange(24).view(2, 12)
     found = []
     for scale, coefficient in ((1.0, 0.5), (1024.0, 0.5), (1.0, 0.0)):
-        training = replace(config.training, moe_aux_loss_coeff=coefficient)
+        training = replace(config.training, moe_aux_loss_coeff=(coefficient,))
         own = replace(config, training=training)
         decoder = build_decoder(own, mesh)
         engine = shard_decoder(decoder, own, mesh)
