@@ -54,7 +54,11 @@ def test_the_ranks_of_a_round_have_other_samples_at_the_same_stage() -> None:
     for rank in range(grid.world_size):
         together = {other for each in far.ranks(rank) for other in near.ranks(each)}
         stage, place = rank // grid.axis("pp").stride % 2, rank % 2 + 2 * (grid.dp_index(rank) % 2)
-        same = [r for r in range(32) if (r // grid.axis("pp").stride % 2, r % 2 + 2 * (grid.dp_index(r) % 2)) == (stage, place)]
+        same = [
+            r
+            for r in range(32)
+            if (r // grid.axis("pp").stride % 2, r % 2 + 2 * (grid.dp_index(r) % 2)) == (stage, place)
+        ]
         assert together == set(same)
     assert [axis.size for axis in make_grid(8, 4, 1, 1, (1, 1, 1), cp=8).round_axes] == [1, 1]
 
