@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _LEAST = 1e-20  # added to sums of scores that divide, as in Megatron and DeepSeek-V3
-_LEAST_SUM = 1e-8  # and of exponentials
+_LEAST_SUM = 1e-8  # and to sums of exponentials in sinkhorn, as in Megatron
 
 # What the product of a token and an expert alone says of the expert. softmax looks at all experts of the token.
 SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -145,7 +145,7 @@ def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
     """Return what to add to the logits [T, experts] for Megatron's choice (moe_utils.py: sinkhorn), [experts].
 
     exp(logits) is scaled until each token and each expert has the same sum (S-BASE: Clark et al. 2022, arXiv
-    2202.01169, appendix B.2.1). The factor of a token changes none of its choices, so those of experts are all.
+    2202.01169). The factor of a token changes none of its choices, so those of experts are all.
     """
     likely, tokens, experts = logits.exp(), *logits.shape
     factor, change = logits.new_ones(experts), 1e9

@@ -27,12 +27,12 @@ def balance_losses(config: RunConfig, **options: Any) -> BalanceLosses:
     training = config.training
     weights = training.balance_weights
     return BalanceLosses(
-        weights.get(SEQUENCE_AUX, 0.0),
-        weights.get(AUX, 0.0),
-        weights.get(GLOBAL_AUX, 0.0),
-        training.moe_z_loss_coeff or 0.0,
-        training.sinkhorn,
-        config.batch.micro_batch_size,
+        over_samples=weights.get(SEQUENCE_AUX, 0.0),
+        over_micro_batches=weights.get(AUX, 0.0),
+        over_step=weights.get(GLOBAL_AUX, 0.0),
+        z=training.moe_z_loss_coeff or 0.0,
+        even=training.sinkhorn,
+        samples=config.batch.micro_batch_size,
         **options,
     )
 
