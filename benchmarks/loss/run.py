@@ -26,7 +26,6 @@ from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.moe import BalanceLosses, ExpertParallel
-from megazero.moe.balance import SEQUENCE_AUX
 from megazero.train.parallelize import DTYPES, units_of
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.zero.build import Init
@@ -87,7 +86,7 @@ class Settings:
 
     def decoder(self, ep: ExpertParallel | None = None) -> Decoder:
         # Losses are sums, and the divisor of a step is its tokens: a rank's mean has its share of them.
-        balance = BalanceLosses(SEQUENCE_AUX, BALANCE, scale=lambda: self.tokens / RANKS)
+        balance = BalanceLosses(over_samples=BALANCE, scale=lambda: self.tokens / RANKS)
         return Decoder(llama(self), ep=ep, balance=balance, device="meta", dtype=DTYPES[self.dtype])
 
 

@@ -54,7 +54,7 @@ class Peers:
     the whole world.
 
     others: how many of the others lie beyond each link, the nearest first; None: all share a node.
-    kind: the hop's kind, by which bytes and waits are counted: "tp", "cp" or "ep".
+    kind: the hop's kind, by which bytes and waits are counted: "tp", "cp", "ep" or "scalar".
     """
 
     group: dist.ProcessGroup | None = None

@@ -21,8 +21,9 @@ from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
 from megazero.config.options.data_inputs import PARTS, TOKENIZERS, parse_data_path, parse_split
 from megazero.config.options.data_sources import data_kind
-from megazero.config.options.fields import typed
+from megazero.config.options.fields import show, typed
 from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
+from megazero.config.options.sections import BALANCE_LOSSES, SINKHORN
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import ramp_fault
@@ -106,10 +107,30 @@ def _experts(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _balance(config: RunConfig) -> Iterator[str]:
+    """Report losses of experts that do not go together, and routers that sinkhorn is not built with."""
+    model, kinds = config.model, config.training.moe_router_load_balancing_type
+    weights, said = config.training.moe_aux_loss_coeff, f"--moe-router-load-balancing-type {show(kinds)}"
+    if len(set(kinds)) < len(kinds):
+        yield f"{said} names a loss twice; nearest: {show(tuple(dict.fromkeys(kinds)))}"
+    elif len(kinds) > 1 and not {*kinds} <= {*BALANCE_LOSSES}:
+        yield f"{said}: {SINKHORN} and none stand alone; nearest: {show(kinds[:1])}"
+    elif len(weights) != len(kinds):
+        near = show((*weights, *weights[-1:] * len(kinds))[: len(kinds)])
+        yield f"{said} needs a weight for each loss, got --moe-aux-loss-coeff {show(weights)}; nearest: {near}"
+    if not config.training.sinkhorn or model.num_experts is None:
+        return
+    if model.moe_router_topk != 1 or model.moe_router_score_function != "sigmoid":
+        yield f"{said} needs --moe-router-topk 1 and --moe-router-score-function sigmoid"
+    for name in ("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_topk_scaling_factor"):
+        if getattr(model, name):
+            yield f"{said} does not take --{name.replace('_', '-')}, which Megatron ignores with it; leave it out"
+
+
 def idle_router(config: RunConfig) -> Iterator[str]:
     """Say of a router that learns nothing from the model's loss that no other loss teaches it either."""
     model, training = config.model, config.training
-    balanced = training.moe_router_load_balancing_type != "none" and training.moe_aux_loss_coeff > 0
+    balanced = bool(training.balance_weights)
     softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if model.num_experts is not None and model.moe_router_topk == 1 and softmax and not balanced:
         yield (
@@ -311,6 +332,7 @@ RULES: tuple[Rule, ...] = (
     _units,
     _schedule,
     _experts,
+    _balance,
     _idle_router_of_new_model,
     lambda c: data_kind(c.data).faults(c.data),
     _data,

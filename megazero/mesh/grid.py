@@ -30,8 +30,8 @@ from megazero.mesh.levels import BETWEEN, NODE, Level, link_along, link_between,
 class AxisSpec:
     """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), 'ep' (``Grid.ep_axis``), or
-    the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
+    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), 'ep' (``Grid.ep_axis``),
+    'round' (``Grid.round_axes``), or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
     ``link`` is the slowest that its groups use, that of the lowest level that holds each of them (levels.py).
     """
 
@@ -130,6 +130,16 @@ class Grid:
         return (
             _spec(self.levels, "ep_intra", "ep", inside, 1),
             _spec(self.levels, "ep_inter", "ep", self.ep // inside, inside),
+        )
+
+    @property
+    def round_axes(self) -> tuple[AxisSpec, AxisSpec]:
+        """Return the ranks of an outer replica whose micro-batches are a round, inside a node and across: those with
+        the same part of other samples, at the same stage."""
+        inside, stride = max(1, self._data_ranks[0] // self.cp), self.dp_stride * self.cp
+        return (
+            _spec(self.levels, "round_intra", "round", inside, stride),
+            _spec(self.levels, "round_inter", "round", self.dp // self.cp // inside, stride * inside),
         )
 
     @property

@@ -116,6 +116,11 @@ class Mesh:
         return self.axes[inside.name], self.axes[across.name]
 
     @property
+    def round_axes(self) -> tuple[Axis, ...]:
+        """Return the axes of the ranks whose micro-batches are a round (``Grid.round_axes``), where it has them."""
+        return tuple(self.axes[a.name] for a in self.grid.round_axes if a.name in self.axes)
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         """Return the data-parallel sub-axes, innermost first. Each has more than one rank."""
         return tuple(self.axes[a.name] for a in self.grid.data_axes)
@@ -234,6 +239,7 @@ def create_mesh(
     cp: int = 1,
     cp_keys: int = 1,
     ep: int = 1,
+    rounds: bool = False,
     ranks_per_node: int | None = None,
     level_sizes: tuple[int, ...] = (),
     device: torch.device | str = "cpu",
@@ -246,8 +252,9 @@ def create_mesh(
     own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
     data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
     groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ep`` ranks in a row share experts,
-    which have data-parallel axes of their own (``Mesh.ep_axes``, ``Mesh.expert_axes``). ``ranks_per_node`` is the
-    whole world by default, i.e. one node, and ``level_sizes`` are the nodes in each level between node and cluster
+    which have data-parallel axes of their own (``Mesh.ep_axes``, ``Mesh.expert_axes``). With ``rounds``, the ranks
+    that have a round's micro-batches have axes, too (``Mesh.round_axes``). ``ranks_per_node`` is the whole world by
+    default, i.e. one node, and ``level_sizes`` are the nodes in each level between node and cluster
     (``Mesh.levels``): of a rack, or of a rack and of a site. The communicators of ``device`` are made here, too. This
     is collective: every rank calls it with the same arguments.
     """
@@ -258,7 +265,8 @@ def create_mesh(
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(rank, timeout)
-    specs = dict.fromkeys((*grid.axes, *grid.cp_axes, *grid.ep_axes, *grid.expert_axes))
+    counted = grid.round_axes if rounds else ()
+    specs = dict.fromkeys((*grid.axes, *grid.cp_axes, *grid.ep_axes, *grid.expert_axes, *counted))
     axes = {spec.name: _make_axis(spec, rank, timeout) for spec in specs}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
     mesh = Mesh(grid, rank, device, axes, joined, tuple(_make_axis(s, rank, timeout) for s in grid.row_axes))
@@ -394,7 +402,7 @@ def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
         gather = dist.group.WORLD
     else:
         gather = _new_group(ranks, timeout)
-    reduce = gather if spec.role in ("tp", "cp", "ep", "rows") else _new_group(ranks, timeout)
+    reduce = gather if spec.role in ("tp", "cp", "ep", "round", "rows") else _new_group(ranks, timeout)
     return Axis(spec, spec.index(rank), ranks, gather, reduce)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,7 @@ from megazero.moe import (
     Router,
     RowCounts,
     dispatch_to,
+    evened,
     route,
     weighted,
 )
@@ -126,7 +129,8 @@ class MixtureOfExperts(nn.Module):
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         config, tokens = self.config, x.flatten(0, 1)
         assert config.num_experts is not None
-        routed = route(tokens, self.router.weight, self.choice, decision, self.router.e_score_correction_bias)
+        bias, even = self.router.e_score_correction_bias, self.even(x.shape[1])
+        routed = route(tokens, self.router.weight, self.choice, decision, bias, even)
         probabilities = routed.probabilities
         if self.training and torch.is_grad_enabled():
             length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
@@ -141,6 +145,21 @@ class MixtureOfExperts(nn.Module):
         if self.shared_gate is not None:
             beside = beside * nn.functional.linear(x, self.shared_gate.weight).sigmoid()
         return out + beside
+
+    def even(self, samples: int) -> Callable[[Tensor], Tensor] | None:
+        """Return what ranks the experts of these samples' tokens in training, where micro-batches choose evenly."""
+        losses = self.balance.losses
+        if not (losses.even and self.training):
+            return None
+        return partial(evened, samples=samples, size=losses.samples, gathered=self._gathered)
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Return the logits of all tokens of the samples whose tokens here have these."""
+        if self.tp.sharded_sequence:
+            logits = self.tp.start_gather(logits).wait()
+        for peers in (self.cp.heads, *self.cp.keys):
+            logits = peers.gather(logits).flatten(0, 1)
+        return logits
 
     def _summed(self, counts: Tensor) -> Tensor:
         """Add up counts over the ranks that share this one's samples."""

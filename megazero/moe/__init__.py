@@ -3,7 +3,7 @@
 from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel
 from megazero.moe.dispatch import Dispatch, LevelCounts, RowCounts, TwoLevels, dispatch_to
-from megazero.moe.routing import Decision, Router, route, weighted
+from megazero.moe.routing import Decision, Router, evened, route, weighted
 
 __all__ = [
     "Balance",
@@ -16,6 +16,7 @@ __all__ = [
     "RowCounts",
     "TwoLevels",
     "dispatch_to",
+    "evened",
     "route",
     "weighted",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _LEAST = 1e-20  # added to sums of scores that divide, as in Megatron and DeepSeek-V3
+_LEAST_SUM = 1e-8  # and to sums of exponentials in sinkhorn, as in Megatron
 
 # What the product of a token and an expert alone says of the expert. softmax looks at all experts of the token.
 SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -28,7 +29,7 @@ class Decision:
 
     It is taken once: by the first forward, or beforehand by whoever replays another run. A recompute reads it, since
     rounding may turn a near tie around. experts: [T, k] int32, the likeliest first; None until it is taken. plain: as
-    many, by scores alone, where bias or groups chose others and a loss counts these. counts: int [blocks, experts],
+    many, by scores alone, where bias or groups chose others and a loss counts these. counts: [blocks, experts],
     what the layer's balance has counted of it (balance.py), once.
     """
 
@@ -66,8 +67,16 @@ class Router:
             return logits.softmax(-1)
         return _shared(SCORES[self.score_function](logits))
 
-    def ranks(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return by what experts are chosen, [T, experts]. bias: [experts], which probabilities do not have."""
+    def ranks(
+        self,
+        logits: Tensor,
+        bias: Tensor | None = None,
+        even: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return by what experts are chosen, [T, experts]. bias: [experts], which probabilities do not have. even:
+        makes it of the logits instead, for all tokens of a micro-batch together."""
+        if even is not None:
+            return even(logits)
         if self.score_function == "softmax":
             return logits.softmax(-1) if self.pre_softmax else logits
         scores = SCORES[self.score_function](logits)
@@ -121,6 +130,32 @@ def _shared(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + _LEAST)
 
 
+def evened(logits: Tensor, samples: int, size: int, gathered: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return logits [T, experts] by which each micro-batch's tokens go to experts about evenly.
+
+    Tokens of ``samples`` alternate; a micro-batch is ``size`` of these. gathered: returns the logits [n, experts] of
+    a micro-batch on all ranks that share it, for those on this one.
+    """
+    micro_batches = logits.unflatten(0, (-1, samples)).split(size, 1)
+    prices = [sinkhorn(gathered(each.flatten(0, 1))) for each in micro_batches]
+    return torch.cat([each + own for each, own in zip(micro_batches, prices, strict=True)], 1).flatten(0, 1)
+
+
+def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
+    """Return what to add to the logits [T, experts] for Megatron's choice (moe_utils.py: sinkhorn), [experts].
+
+    exp(logits) is scaled until each token and each expert has the same sum (S-BASE: Clark et al. 2022, arXiv
+    2202.01169). The factor of a token changes none of its choices, so those of experts are all.
+    """
+    likely, tokens, experts = logits.exp(), *logits.shape
+    factor, change = logits.new_ones(experts), 1e9
+    while change > tolerance:
+        of_token = 1 / (tokens * ((likely * factor).sum(1) + _LEAST_SUM))
+        before, factor = factor, 1 / (experts * (of_token @ likely + _LEAST_SUM))
+        change = float((before - factor).abs().mean())
+    return factor.log()
+
+
 class Routed(NamedTuple):
     """The products of tokens and the router's weight, [T, experts] in at least fp32, the experts of each token,
     [T, topk] int64, and its probability of each, [T, topk] in the same dtype."""
@@ -149,15 +184,21 @@ class _Logits(torch.autograd.Function):
 
 
 def route(
-    x: Tensor, weight: Tensor, router: Router, decision: Decision, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    router: Router,
+    decision: Decision,
+    bias: Tensor | None = None,
+    even: Callable[[Tensor], Tensor] | None = None,
 ) -> Routed:
     """Return where tokens go.
 
     x: tokens [T, h]. weight: of the router, [experts, h]. bias: fp32 [experts], added to what experts are chosen by.
+    even: what experts are chosen by instead, as in ``Router.ranks``.
     """
     logits = _Logits.apply(x, weight)
     if decision.experts is None:
-        decision.experts = router.best(router.ranks(logits.detach(), bias)).to(torch.int32)
+        decision.experts = router.best(router.ranks(logits.detach(), bias, even)).to(torch.int32)
     experts = decision.experts.long()
     return Routed(logits, experts, router.probabilities(logits, experts))
 

@@ -21,7 +21,7 @@ from megazero.config.model.mixers import Mixer
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
-from megazero.config.options.sections import OuterConfig
+from megazero.config.options.sections import GLOBAL_AUX, SEQUENCE_AUX, OuterConfig
 from megazero.mesh.grid import AxisSpec, Grid
 from megazero.mesh.levels import INTRA
 from megazero.plan.gathers import Copies, Segment, gathers
@@ -290,27 +290,34 @@ def module_bytes(
             for link, others in exchange.others.items():
                 sent["cp", link] += exchange.row * others
     if module.experts:
-        out[0].update(_balance(config, grid))
+        out[0].update(_balance(config, grid, activation))
         moved = expert_rows(config, module, grid, activation, rows) if rows is not None else ({}, {})
         for sent, by_link in zip(out, moved, strict=True):
             sent.update({("ep", link): size for link, size in by_link.items()})
     return out
 
 
-def _balance(config: RunConfig, grid: Grid) -> Bytes:
-    """Return the bytes of the counts that ranks with the same samples add up in a layer's forward, for the loss that
-    balances its experts (moe/balance.py)."""
-    training = config.training
-    kind = training.moe_router_load_balancing_type
-    if kind == "none" or not training.moe_aux_loss_coeff:
-        return Counter()
-    blocks = 1 if kind == "aux_loss" else config.batch.micro_batch_size
-    counts = blocks * (config.model.num_experts or 0) * COUNT
-    out = Counter({("tp", INTRA): 2 * (grid.tp - 1) * counts // grid.tp})
-    if grid.cp > 1:
+def _balance(config: RunConfig, grid: Grid, activation: Activation) -> Bytes:
+    """Return the bytes of what balances a layer's experts in its forward (moe/): ranks with the same samples add up
+    counts, and then those of a round, or they gather scores."""
+    kinds, experts, out = config.training.balance_weights, config.model.num_experts or 0, Bytes()
+    if config.training.sinkhorn:
+        row = activation.own_tokens * experts * max(NUMBER, activation.width)
+        out["tp", INTRA] += (grid.tp - 1) * row
+        row *= grid.tp
+        for axis in grid.cp_axes:
+            for link, ranks in grid.others(axis).items():
+                out["cp", link] += row * ranks
+            row *= axis.size
+    elif kinds:
+        counts = (config.batch.micro_batch_size if SEQUENCE_AUX in kinds else 1) * experts * COUNT
+        out["tp", INTRA] += 2 * (grid.tp - 1) * counts // grid.tp
         for axis in grid.cp_axes:
             for link, ranks in grid.others(axis).items():
                 out["cp", link] += counts * ranks
+    if GLOBAL_AUX in kinds:
+        for axis in grid.round_axes:
+            out["scalar", axis.link] += 2 * (axis.size - 1) * experts * LOAD // axis.size
     return out
 
 

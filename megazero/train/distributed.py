@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megazero.config import ConfigError, RunConfig, World
 from megazero.config.layout.elastic import fit
 from megazero.config.options.fields import show
-from megazero.config.options.sections import TrainingConfig
+from megazero.config.options.sections import GLOBAL_AUX, TrainingConfig
 from megazero.config.run import all_options
 from megazero.kernels import dispatch
 from megazero.mesh.launch import Launch, prepare_cuda
@@ -175,6 +175,7 @@ def make_mesh(
         cp=parallel.context_parallel_size,
         cp_keys=config.context_levels(world)[1],
         ep=parallel.expert_model_parallel_size,
+        rounds=GLOBAL_AUX in config.training.balance_weights,
         ends=not config.model.untie_embeddings_and_output_weights,
         ranks_per_node=config.ranks_per_node(world),
         level_sizes=config.parallel.level_sizes,

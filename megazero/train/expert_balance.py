@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megazero.config import RunConfig
+from megazero.config.options.sections import AUX, GLOBAL_AUX, SEQUENCE_AUX
 from megazero.families.layer_kinds import layer_kinds
 from megazero.models import Decoder
 from megazero.moe import BalanceLosses
@@ -21,14 +22,18 @@ _COLUMNS = 4  # the two losses, the worst load and its layer
 _OF_LAYER = 3  # the same of each layer
 
 
-def balance_losses(config: RunConfig) -> BalanceLosses:
-    """Return the losses that the configuration's routers add."""
+def balance_losses(config: RunConfig, **options: Any) -> BalanceLosses:
+    """Return the losses that the configuration's routers add. options: other fields of BalanceLosses."""
     training = config.training
+    weights = training.balance_weights
     return BalanceLosses(
-        training.moe_router_load_balancing_type,
-        training.moe_aux_loss_coeff,
-        training.moe_z_loss_coeff or 0.0,
-        config.batch.micro_batch_size,
+        over_samples=weights.get(SEQUENCE_AUX, 0.0),
+        over_micro_batches=weights.get(AUX, 0.0),
+        over_step=weights.get(GLOBAL_AUX, 0.0),
+        z=training.moe_z_loss_coeff or 0.0,
+        even=training.sinkhorn,
+        samples=config.batch.micro_batch_size,
+        **options,
     )
 
 
@@ -81,9 +86,9 @@ class ExpertBalance(StepPart):
     def _named(self, layer: LayerBalance) -> dict[str, float]:
         losses = self.decoder.balance_losses
         named = {"load": layer.load}
-        if losses.balances:
+        if losses.weight:
             named["load_balancing_loss"] = layer.loss
-        return named | ({"z_loss": layer.z_loss} if losses.z_coefficient else {})
+        return named | ({"z_loss": layer.z_loss} if losses.z else {})
 
     def _scale(self) -> float:
         """Return what the step's divisor makes the share of one micro-batch."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from megazero import zero
 from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.hops import Traffic
+from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
 from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, outer_coding
@@ -85,7 +86,10 @@ def build_decoder(
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
         loss_chunk=chunk,
-        balance=balance_losses(config),
+        balance=balance_losses(
+            config,
+            others=[Peers.of(a, kind="scalar", traffic=traffic, waits=waits) for a in mesh.round_axes],
+        ),
         stages=own,
         device="meta",
         dtype=dtype,

@@ -56,7 +56,10 @@ class Reference:
         )
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.decoder = Decoder(
-            whole, z_loss=config.training.z_loss_strength, balance=balance_losses(config), dtype=torch.float64
+            whole,
+            z_loss=config.training.z_loss_strength,
+            balance=balance_losses(config, together=data_parallel // replicas),
+            dtype=torch.float64,
         )
         self.decoder.initialize(config.training.seed)
         self.routed: Sequence[Mapping[int, np.ndarray]] = ()
@@ -164,7 +167,8 @@ class Reference:
             return
         chosen, router = decision.experts.long(), mixture.router
         logits = (x.flatten(0, 1) @ router.weight.t()).detach()
-        least = mixture.choice.regret(mixture.choice.ranks(logits, router.e_score_correction_bias), chosen)
+        ranks = mixture.choice.ranks(logits, router.e_score_correction_bias, mixture.even(x.shape[1]))
+        least = mixture.choice.regret(ranks, chosen)
         twice = (chosen.sort().values.diff() == 0).any()
         self.regret = math.inf if twice else max(self.regret, float(least.max()))
         if decision.plain is not None:

@@ -241,17 +241,18 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         for name, value in vars(section).items()
     }
     documents = [o.name for o in all_options().values() if o.section == "data" and o.small == KEPT]
-    micro = config.batch.micro_batch_size
+    micro, training = config.batch.micro_batch_size, config.training
+    larger = pp == 1 and data_parallel % d == 0 and not training.sinkhorn
+    losses = ("z_loss_strength", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     values |= {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
-        "micro_batch_size": micro * (data_parallel // d if pp == 1 and data_parallel % d == 0 else 1),
+        "micro_batch_size": micro * (data_parallel // d if larger else 1),
         "zero_preset": "zero2",
-        "train_iters": config.training.train_iters,
+        "train_iters": training.train_iters,
         "eval_iters": 0,
-        "seed": config.training.seed,
-        "z_loss_strength": config.training.z_loss_strength,
-        **{name: config.get(name) for name in documents},
+        "seed": training.seed,
+        **{name: config.get(name) for name in (*documents, *losses)},
         **NO_DATA,
         "device": "cpu",
     }

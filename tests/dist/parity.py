@@ -96,7 +96,7 @@ class Reference:
 
 def _whole_decoder(model: Model) -> Decoder:
     config = model.config()
-    balance = replace(balance_losses(config), samples=model.block)
+    balance = replace(balance_losses(config), samples=model.block, together=model.together)
     decoder = Decoder(config.model, balance=balance, dtype=DTYPES[model.dtype])
     decoder.initialize(config.training.seed)
     return decoder
@@ -105,6 +105,8 @@ def _whole_decoder(model: Model) -> Decoder:
 def _backward(decoder: Decoder, config: RunConfig, step: int) -> float:
     """Mean loss over the valid tokens of the step's whole batch; gradients in .grad."""
     batch = samples(config, step)
+    for balance in decoder.balances().values():
+        balance.clear()
     total = loss_sum(decoder, config, batch)
     (total / batch[2].sum().item()).backward()
     return total.double().item() / batch[2].sum().item()

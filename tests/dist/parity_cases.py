@@ -71,6 +71,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
         **{"num_experts": 6, "moe_router_topk": 4, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 2.0},
         **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 3, "moe_router_group_topk": 2},
     },
+    "experts of steps": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_router_pre_softmax": True},
+        "moe_router_load_balancing_type": ("global_aux_loss", "aux_loss", "seq_aux_loss"),
+        "moe_aux_loss_coeff": (2.0, 0.5, 0.3),
+    },
+    "even experts": {
+        **{"num_experts": 6, "moe_router_topk": 1, "moe_ffn_hidden_size": 8, "moe_z_loss_coeff": 0.3},
+        **{"moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"},
+    },
     "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "idle ranks": {"num_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
@@ -94,7 +103,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the one-rank reference depends on. batch: samples of a step. block: of a micro-batch, if it matters."""
+    """What the one-rank reference depends on. batch: samples of a step. block: of a micro-batch, and together: the
+    micro-batches of a round, if they matter."""
 
     family: str
     tied: bool
@@ -103,6 +113,7 @@ class Model:
     batch: int
     layers: int = 2
     block: int = 1
+    together: int = 1
 
     def values(self) -> dict[str, Any]:
         size, divisor = VOCABULARIES[self.vocabulary]
@@ -196,6 +207,7 @@ class Case:
             self.cp,
             self.keys,
             self.ep,
+            self.family == "experts of steps",
             *pipeline,
         )
 
@@ -220,8 +232,9 @@ class Case:
     def model(self) -> Model:
         batch = 12 if self.pp * self.dp <= 4 else 24  # every split into micro-batches is of the same samples
         micro = self.dp // self.cp * self.micro_batches
-        block = batch // micro if self.family == "experts of micro-batches" else 1
-        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers, block)
+        matter = self.family in ("experts of micro-batches", "experts of steps", "even experts")
+        block, together = (batch // micro, self.dp // self.cp) if matter else (1, 1)
+        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers, block, together)
 
     def config(self) -> RunConfig:
         factors = _factors(self.shards)

@@ -55,7 +55,7 @@ def test_a_layer_does_not_wait_for_the_device_and_repeats_its_bits() -> None:
         model_family="mixtral", num_layers=1, hidden_size=IN, ffn_hidden_size=OUT, num_attention_heads=4,
         vocab_size=64, max_position_embeddings=64, num_experts=16, moe_router_topk=4, moe_ffn_hidden_size=OUT,
     )  # fmt: skip
-    losses = BalanceLosses("aux_loss", 1e-2, 1e-3, samples=2)
+    losses = BalanceLosses(over_micro_batches=1e-2, z=1e-3, samples=2)
     layer = MixtureOfExperts(
         config, TensorParallel(), ContextParallel(), ExpertParallel(), losses,
         device="cuda", dtype=torch.bfloat16,

@@ -15,7 +15,8 @@ from megazero.config.run import all_options
 from megazero.config.schedule.batch_sizes import BatchSizeRampup, ramp_fault
 from megazero.config.schedule.sequence_lengths import SequenceLengths, growth_fault
 
-UNFUSED_GELU = "no_bias_gelu_fusion"  # decided with the architecture, which a checkpoint may say
+# Decided with the architecture, which a checkpoint may say.
+WITH_MODEL = UNFUSED_GELU, EXPERT_TENSORS = ("no_bias_gelu_fusion", "expert_tensor_parallel_size")
 UNFUSED_GELU_MEANS = "--no-openai-gelu, where the MLP has GELU and --openai-gelu is not given"
 # What megatron.tsv gives values to, and is no option.
 DERIVED = (
@@ -24,7 +25,7 @@ DERIVED = (
     "lr_warmup_tokens",
     "glu_activation",
     "window_size",
-    UNFUSED_GELU,
+    *WITH_MODEL,
 )
 # The options that they are made of, or replace.
 MADE_OF = (
@@ -41,7 +42,7 @@ MADE_OF = (
 def complete_derived(said: Values, known: Known) -> Completed:
     """Replace the derived values by options."""
     values, notes, errors = dict(said), list[str](), list[str]()
-    derived = {name: values.pop(name, None) for name in DERIVED if name != UNFUSED_GELU}
+    derived = {name: values.pop(name, None) for name in DERIVED if name not in WITH_MODEL}
     if derived.pop("glu_activation") and not values.get("ffn_hidden_size") and values.get("hidden_size"):
         values["ffn_hidden_size"] = 4 * values["hidden_size"]
         notes.append(f"--glu-activation: --ffn-hidden-size {values['ffn_hidden_size']}, 4 x hidden")

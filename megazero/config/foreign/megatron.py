@@ -90,7 +90,7 @@ def respell(layer: Layer) -> None:
         option = all_options().get(name)
         if option is None or not fault(option, value):
             continue
-        row = next((row for row in other_values().get(option.key, ()) if row.value == str(value)), None)
+        row = next((row for row in other_values().get(option.key, ()) if row.value == show(value)), None)
         if row is not None and row.kind == MAP:
             layer.values[name] = convert(option, row.options[name])
             layer.notes.append(f"{option.flag} {value} is {row.options[name]}")
@@ -99,7 +99,7 @@ def respell(layer: Layer) -> None:
         elif row is not None:
             del layer.values[name]
             layer.failed.add(name)
-            layer.errors.append(f"{option.flag} {value} is Megatron's, not built here: {row.text}")
+            layer.errors.append(f"{option.flag} {show(value)} is Megatron's, not built here: {row.text}")
 
 
 def _fits(form: str, count: int) -> bool:

@@ -43,9 +43,8 @@ def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, 
     if found is None:
         if elastic and errors and _keeps_micro_batch(config):
             errors.append(
-                f"--elastic: --micro-batch-size {config.batch.micro_batch_size} stays, because the loss that "
-                "balances experts is over micro-batches (aux_loss): --moe-router-load-balancing-type seq_aux_loss is "
-                "over samples"
+                f"--elastic: --micro-batch-size {config.batch.micro_batch_size} stays, because experts are balanced "
+                "over micro-batches: --moe-router-load-balancing-type seq_aux_loss is over samples"
             )
         return config, verdict
     changes = _changes(config, found)

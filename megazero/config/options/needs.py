@@ -48,7 +48,7 @@ def _need(text: str) -> Need:
 
     holds: dict[str, Callable[[Any], bool]] = {
         "": operator.not_ if negated else bool,
-        ">": lambda value: value is not None and value > bound,
+        ">": lambda value: value is not None and (max(value) if isinstance(value, tuple) else value) > bound,
         "<": lambda value: value is not None and value < bound,
         "=": equal,
         "!=": lambda value: value is not None and not equal(value),

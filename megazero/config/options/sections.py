@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
@@ -21,6 +22,8 @@ OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
 DISPATCH = ("no", "exact", "int8")
+BALANCE_LOSSES = AUX, SEQUENCE_AUX, GLOBAL_AUX = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+SINKHORN = "sinkhorn"
 # Needs (options/needs.py).
 SHARED_SAMPLES = "context_parallel_size > 1"
 QUANTISED = "sends_gradients: --zero-quantized-gradients"
@@ -389,17 +392,18 @@ class TrainingConfig:
         low=0,
         resume=UPDATE,
     )
-    moe_router_load_balancing_type: str = option(
-        "aux_loss",
-        "loss that balances experts: over each micro-batch, over each sample (seq_aux_loss), or none",
-        choices=("aux_loss", "seq_aux_loss", "none"),
-        needs="moe_aux_loss_coeff > 0",
+    moe_router_load_balancing_type: tuple[str, ...] = option(
+        ("aux_loss",),
+        "losses that balance experts: over each micro-batch, each sample (seq_aux_loss), or the step so far "
+        "(global_aux_loss); or none; or sinkhorn, by which the tokens of each micro-batch choose experts evenly",
+        choices=(*BALANCE_LOSSES, SINKHORN, "none"),
+        needs="moe_aux_loss_coeff > 0 or moe_router_load_balancing_type = sinkhorn",
     )
-    moe_aux_loss_coeff: float = option(
-        0.0,
-        "weight of the loss that balances experts; 0: none",
+    moe_aux_loss_coeff: tuple[float, ...] = option(
+        (0.0,),
+        "weight of each of the losses that balance experts; 0: none",
         low=0,
-        needs="moe_router_load_balancing_type = aux_loss|seq_aux_loss",
+        needs=f"moe_router_load_balancing_type = {'|'.join(BALANCE_LOSSES)}",
     )
     moe_z_loss_coeff: float | None = option(
         None, "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)", low=0
@@ -434,9 +438,20 @@ class TrainingConfig:
     )
 
     @property
+    def balance_weights(self) -> Mapping[str, float]:
+        """Map the losses that balance experts to their weights, which are above 0."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
+        return {kind: weight for kind, weight in pairs if kind in BALANCE_LOSSES and weight > 0}
+
+    @property
+    def sinkhorn(self) -> bool:
+        """Tell whether a micro-batch's experts are chosen evenly."""
+        return SINKHORN in self.moe_router_load_balancing_type
+
+    @property
     def balances_micro_batches(self) -> bool:
         """Tell whether experts are balanced over micro-batches, so that their size changes the loss."""
-        return self.moe_router_load_balancing_type == "aux_loss" and self.moe_aux_loss_coeff > 0
+        return self.sinkhorn or bool({AUX, GLOBAL_AUX} & self.balance_weights.keys())
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megazero.config.options.fields import MANY
 from megazero.config.read.beginning import Beginning
 from megazero.config.read.sources import Layer
 from megazero.config.run import World, all_options
@@ -41,9 +42,9 @@ class Known:
 
 
 def _as_now(name: str, value: Any) -> Any:
-    """Return a checkpoint's value: a tuple for a list of JSON, and for one number where several may stand now."""
+    """Return a checkpoint's value: a tuple for a list of JSON, and for one value where several may stand now."""
     option = all_options().get(name)
-    several = option is not None and option.kind == "ints" and value is not None
+    several = option is not None and option.kind in MANY and value is not None
     return tuple(value if isinstance(value, list) else [value]) if several else value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Any
 
-from megazero.config.foreign.derived import DERIVED, MADE_OF, UNFUSED_GELU, complete_derived
+from megazero.config.foreign.derived import DERIVED, EXPERT_TENSORS, MADE_OF, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.outer import averages
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
@@ -31,7 +31,7 @@ from megazero.config.options.data_inputs import FILE_OPTIONS, PARTS, tokenizer_t
 from megazero.config.options.fields import Resume, section_of, show, stand_in, typed
 from megazero.config.options.needs import lacks
 from megazero.config.options.optimizers import of_schedule
-from megazero.config.options.sections import OuterConfig, TrainingConfig, ZeroConfig
+from megazero.config.options.sections import SINKHORN, OuterConfig, TrainingConfig, ZeroConfig
 from megazero.config.read.completion import (
     Completed,
     Completion,
@@ -255,6 +255,32 @@ def _model(values: Values, known: Known) -> Completed:
     return Completed(set_since(values, complete(values)))
 
 
+def _expert_tensors(values: Values, known: Known) -> Completed:
+    """Let the ranks among which Megatron cuts each expert share whole experts."""
+    cut, shared = values.get(EXPERT_TENSORS), values.get("expert_model_parallel_size", 1)
+    if cut is None:
+        return Completed()
+    done = dict[str, Any]({EXPERT_TENSORS: None})
+    if values.get("num_experts") is None:
+        return Completed(done, [f"--expert-tensor-parallel-size {cut} changes nothing: there are no experts"])
+    note = (
+        f"--expert-tensor-parallel-size {cut} is --expert-model-parallel-size {cut * shared}: as many ranks share "
+        "the experts, and each expert lies whole on one"
+    )
+    return Completed(done | {"expert_model_parallel_size": cut * shared}, [note])
+
+
+def _sinkhorn(values: Values, known: Known) -> Completed:
+    """Set the sigmoids that Megatron's sinkhorn weighs experts by."""
+    asked = (
+        SINKHORN in values.get("moe_router_load_balancing_type", ()) and (values.get("num_experts") or 0) > 1
+    )
+    if not asked or "moe_router_score_function" in values:
+        return Completed()
+    note = "--moe-router-load-balancing-type sinkhorn: --moe-router-score-function sigmoid, as in Megatron"
+    return Completed({"moe_router_score_function": "sigmoid"}, [note])
+
+
 def _saving(values: Values, known: Known) -> Completed:
     """Unset intervals of 0, as in Megatron, and keep one checkpoint beside those that are kept for good."""
     done: dict[str, Any] = {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
@@ -398,7 +424,17 @@ COMPLETIONS = (
         OF_SCHEDULE,
     ),
     GELU,
+    Completion(
+        _sinkhorn,
+        ("moe_router_load_balancing_type", "moe_router_score_function", "num_experts"),
+        ("moe_router_score_function",),
+    ),
     Completion(_model, OF_MODEL, OF_MODEL),
+    Completion(
+        _expert_tensors,
+        (EXPERT_TENSORS, "expert_model_parallel_size", "num_experts"),
+        (EXPERT_TENSORS, "expert_model_parallel_size"),
+    ),
     Completion(_zero, (*PRESETTING, "zero_quantized_gradients", "params_dtype"), ("zero_preset",)),
     Completion(
         _formats,

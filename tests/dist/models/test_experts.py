@@ -50,11 +50,17 @@ CORE = (
     case(1, 4, 2, "zero2", family="balanced experts", recompute="full", ep=2),
     case(2, 2, 4, "zero3", family="experts of micro-batches", recompute="full"),
     case(1, 4, 4, "zero1", family="balanced experts", cp=4, keys=2),
+    case(1, 4, 2, "zero1", family="experts of steps", cp=2, ep=2),
+    case(1, 4, 4, "zero1", family="even experts", cp=4, keys=2),
     case(1, 2, 2, "zero3", family="idle experts", recompute="full"),
+    case(2, 2, 2, "zero2", family="experts of steps", recompute="full"),
+    case(2, 2, 4, "zero1", family="even experts", recompute="full", ep=2),
     # What follows is slow. The pairwise cover below has the rest.
     case(1, 4, 2, "hpz", recompute="full", loss_chunk=3, dtype="fp32", lifetime="gathered", ep=2),
     case(1, 2, 4, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full"),
     case(1, 2, 4, "zero1", family="balanced experts", pp=2, schedule="zb-h1", cp=2),
+    case(1, 2, 4, "zero1", family="experts of steps", pp=2, schedule="zb-h1"),
+    case(1, 2, 4, "zero2", family="even experts", pp=2),
     case(1, 4, 4, "zero2", family="idle ranks", ep=4),
     case(2, 2, 4, "zero1", tied=True, recompute="full", ep=4),
 )

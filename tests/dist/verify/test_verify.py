@@ -85,10 +85,16 @@ BALANCED = (
     f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
     "--zero-preset zero2 --num-experts 16 --moe-router-topk 4 --moe-router-score-function sigmoid "
     "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias "
-    "--moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+    "--moe-router-bias-update-rate 0.01 --moe-z-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1"
+)
+EVEN = (
+    f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --num-experts 8 "
+    "--moe-router-topk 1 --moe-ffn-hidden-size 512 --moe-router-load-balancing-type sinkhorn"
 )
 # What replicas do with experts, and another optimizer than AdamW.
 EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.1"
+EXPERTS_APART += " --moe-router-load-balancing-type global_aux_loss"
 
 # fault -> (configuration, a check that must fail)
 SEEN = {
@@ -137,6 +143,7 @@ CERTIFIED = {
     "contexts": CONTEXTS,
     "grid of contexts": CONTEXT_GRID,
     "balanced experts": BALANCED,
+    "even experts": EVEN,
     "experts of replicas, lion": EXPERTS_APART,
     "gathered keys": KEYS,
     "swaps and gathered keys": BOTH_OF_TENSORS,

@@ -202,12 +202,26 @@ def test_what_means_the_same_is_no_other_model(tmp_path):
 def test_a_resume_tells_of_a_micro_batch_that_changes_the_loss(tmp_path):
     experts = "--num-experts 4 --disable-bias-linear --global-batch-size 4 --moe-aux-loss-coeff"
     for number, (coefficient, kind, said) in enumerate(
-        (("1e-2", "aux_loss", True), ("1e-2", "seq_aux_loss", False), ("0", "aux_loss", False))
+        (
+            *(("1e-2", "aux_loss", True), ("1e-2", "seq_aux_loss", False), ("0", "aux_loss", False)),
+            *(("1e-2", "global_aux_loss", True), ("0", "sinkhorn --moe-router-topk 1", True)),
+        )
     ):
         words = f"{experts} {coefficient} --moe-router-load-balancing-type {kind}"
         save(tmp_path / f"{number}", run(f"{MODEL} {words}"))
         notes = run(f"--load {tmp_path / f'{number}'} {words} --micro-batch-size 2").notes
         assert any("the loss" in note and "--micro-batch-size 2 (was 1)" in note for note in notes) == said
+
+
+def test_a_checkpoint_with_one_loss_of_experts_is_continued(tmp_path):
+    """It has a word and a number where a list of each stands now."""
+    words = "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5 --global-batch-size 4"
+    stored = run(f"{MODEL} {words}").to_dict()
+    stored["training"] |= {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss"}
+    (tmp_path / "iter_0000010").mkdir()
+    write_manifest(tmp_path / "iter_0000010", Manifest(10, 0, 1, {}, {}, stored, {}))
+    assert not [note for note in run(f"--load {tmp_path} {words}").notes if "the loss" in note]
+    assert [n for n in run(f"--load {tmp_path} {words.replace('0.5', '0.1')}").notes if "0.1 (was 0.5)" in n]
 
 
 def test_an_error_names_what_was_not_typed_but_loaded(tmp_path):

@@ -22,6 +22,25 @@ def test_one_sigmoid_needs_no_softmax() -> None:
     assert model.moe_router_topk == 1 and model.moe_router_enable_expert_bias
 
 
+def test_sinkhorn_weighs_by_sigmoids() -> None:
+    words = "--moe-router-topk 1 --moe-router-load-balancing-type sinkhorn"
+    assert run(f"EXPERTS {words}").model.moe_router_score_function == "sigmoid"
+    assert run(words).model.moe_router_score_function == "softmax"  # without experts
+    assert run(f"EXPERTS {words}").training.sinkhorn and not run("EXPERTS").training.sinkhorn
+
+
+def test_ranks_that_cut_experts_in_megatron_share_them() -> None:
+    tensors = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size"
+    for words, shared in ((f"{tensors} 2", 2), (f"{tensors} 2 --expert-model-parallel-size 2", 4)):
+        done = run(f"EIGHT {words}")
+        assert done.parallel.expert_model_parallel_size == shared
+        assert any(f"--expert-model-parallel-size {shared}:" in note for note in done.notes)
+        assert (
+            run(words.partition(" --expert-model")[0]).parallel.expert_model_parallel_size == 1
+        )  # no experts
+    assert run(f"EIGHT {tensors} 1").parallel.expert_model_parallel_size == 1
+
+
 def test_no_family_of_softmax_takes_another_router() -> None:
     model = make_model(
         model_family="qwen3_moe",

@@ -162,8 +162,8 @@ def megatron(line: str) -> dict[str, Any]:
         "moe_router_group_topk": number("moe-router-group-topk"),
         "moe_router_enable_expert_bias": "moe-router-enable-expert-bias" in said,
         "moe_router_bias_update_rate": number("moe-router-bias-update-rate", 1e-3),
-        "moe_router_load_balancing_type": said.get("moe-router-load-balancing-type", "aux_loss"),
-        "moe_aux_loss_coeff": number("moe-aux-loss-coeff", 0.0),
+        "moe_router_load_balancing_type": (said.get("moe-router-load-balancing-type", "aux_loss"),),
+        "moe_aux_loss_coeff": (number("moe-aux-loss-coeff", 0.0),),
         "moe_z_loss_coeff": number("moe-z-loss-coeff"),
         "expert_model_parallel_size": number("expert-model-parallel-size", 1),
     }

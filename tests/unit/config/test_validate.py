@@ -220,11 +220,23 @@ EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --ou
 --hybrid-context-parallel -> --hybrid-context-parallel; --context-parallel-size
 --num-experts 8 --moe-loss-coeff 0.01
     -> --moe-loss-coeff 0.01; --moe-router-load-balancing-type; --moe-aux-loss-coeff
---num-experts 8 --moe-router-load-balancing-type sinkhorn
-    -> --moe-router-load-balancing-type sinkhorn; --moe-aux-loss-coeff
+--num-experts 8 --moe-router-load-balancing-type quantile_balancing
+    -> --moe-router-load-balancing-type quantile_balancing; --moe-aux-loss-coeff
+EIGHT --moe-router-load-balancing-type sinkhorn
+    -> --moe-router-load-balancing-type sinkhorn; --moe-router-topk 1; --moe-router-score-function sigmoid
+EIGHT --moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-router-topk-scaling-factor 2
+    -> --moe-router-load-balancing-type sinkhorn; --moe-router-topk-scaling-factor
+EIGHT --moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-router-enable-expert-bias
+    -> --moe-router-load-balancing-type sinkhorn; --moe-router-enable-expert-bias
+EIGHT --moe-router-load-balancing-type aux_loss sinkhorn --moe-aux-loss-coeff 0.1 0.1
+    -> --moe-router-load-balancing-type aux_loss sinkhorn; aux_loss
+EIGHT --moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.1
+    -> --moe-router-load-balancing-type aux_loss aux_loss; aux_loss
+EIGHT --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1
+    -> --moe-router-load-balancing-type aux_loss seq_aux_loss; --moe-aux-loss-coeff 0.1; 0.1,0.1
 --num-experts 8 --moe-router-dtype fp64 -> --moe-router-dtype fp64; --moe-router-score-function
 --num-experts 8 --moe-expert-capacity-factor 1.5 -> --moe-expert-capacity-factor 1.5
---num-experts 8 --expert-tensor-parallel-size 2 -> --expert-tensor-parallel-size 2; --expert-model-parallel-size
+EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 --num-experts 1 8 -> --num-experts
 --extra-vocab-size 100 -> --extra-vocab-size 100; --vocab-size
 --dataloader-type cyclic -> --dataloader-type cyclic

@@ -47,6 +47,22 @@ def test_experts_lie_on_the_ranks_that_hold_the_same_and_keep_the_share_of_every
     assert (legal, crossing, refused) == (1085, 478, 314)
 
 
+def test_the_ranks_of_a_round_have_other_samples_at_the_same_stage() -> None:
+    grid = make_grid(32, 8, 2, 2, (1, 1, 1), cp=2)  # 8 data-parallel ranks, 4 of a node; 2 share samples
+    near, far = grid.round_axes
+    assert [(axis.size, axis.link) for axis in (near, far)] == [(2, INTRA), (2, INTER)]
+    for rank in range(grid.world_size):
+        together = {other for each in far.ranks(rank) for other in near.ranks(each)}
+        stage, place = rank // grid.axis("pp").stride % 2, rank % 2 + 2 * (grid.dp_index(rank) % 2)
+        same = [
+            r
+            for r in range(32)
+            if (r // grid.axis("pp").stride % 2, r % 2 + 2 * (grid.dp_index(r) % 2)) == (stage, place)
+        ]
+        assert together == set(same)
+    assert [axis.size for axis in make_grid(8, 4, 1, 1, (1, 1, 1), cp=8).round_axes] == [1, 1]
+
+
 def check(grid: Grid, together: int, inside: bool) -> None:
     axes = grid.expert_axes
     for level, factor in zip(("p", "g", "os"), grid.shards, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.config import World, make_config
 from megazero.models import Decoder, make_model
-from megazero.moe import Balance, BalanceLosses, Decision, Router, route
+from megazero.moe import Balance, BalanceLosses, Decision, Router, evened, route
 from megazero.moe.balance import counted, move_bias
 from megazero.train.distributed import make_mesh
 from megazero.train.expert_balance import ExpertBalance, LayerBalance, StepBalance, memory_explained
@@ -37,13 +37,17 @@ def likeliest(logits: Tensor, router: Router) -> tuple[Tensor, list[list[int]]]:
     return shares, [row.argsort(descending=True)[: router.topk].tolist() for row in shares]
 
 
-def by_hand(logits: Tensor, router: Router, size: int) -> Tensor:
-    """Return the mean over blocks of ``size`` samples, token by token. Samples alternate."""
+def by_hand(logits: Tensor, router: Router, size: int, so_far: bool) -> Tensor:
+    """Return the mean over blocks of ``size`` samples, token by token. Samples alternate. so_far: the blocks before
+    count, too."""
     shares, chosen = likeliest(logits, router)
-    losses = []
-    for first in range(0, SAMPLES, size):
+    losses, seen = [], [0] * E
+    for number, first in enumerate(range(0, SAMPLES, size)):
         tokens = [t for t in range(len(logits)) if first <= t % SAMPLES < first + size]
         counts = [sum(expert in chosen[t] for t in tokens) for expert in range(E)]
+        if so_far:
+            seen = [n + m for n, m in zip(seen, counts, strict=True)]
+            counts = [n / (number + 1) for n in seen]
         sums = [sum(shares[t, expert] for t in tokens) for expert in range(E)]
         total = sum(n * p for n, p in zip(counts, sums, strict=True))
         losses.append(E * total / (router.topk * len(tokens) ** 2))
@@ -51,12 +55,15 @@ def by_hand(logits: Tensor, router: Router, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize(("kind", "size"), [("aux_loss", 3), ("aux_loss", SAMPLES), ("seq_aux_loss", 1)])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("over_micro_batches", 3), ("over_micro_batches", SAMPLES), ("over_samples", 1), ("over_step", 3)],
+)
 def test_a_loss_is_the_mean_over_blocks_and_its_gradient_is_added(
     router: Router, kind: str, size: int
 ) -> None:
     x, weight = drawn(LENGTH * SAMPLES, H), drawn(E, H, seed=1).requires_grad_()
-    losses = BalanceLosses(kind, COEFFICIENT, Z, size, scale=lambda: SCALE)
+    losses = BalanceLosses(**{kind: COEFFICIENT}, z=Z, samples=size, scale=lambda: SCALE)
     balance, decision, given = Balance(losses, router, E), Decision(), drawn(LENGTH * SAMPLES, 2, seed=2)
     routed = route(x, weight, router, decision)
     out = balance.attach(routed, decision, SAMPLES, LENGTH, lambda counts: counts)
@@ -64,11 +71,38 @@ def test_a_loss_is_the_mean_over_blocks_and_its_gradient_is_added(
     (got,) = torch.autograd.grad(out, weight, given, retain_graph=True)
     (without,) = torch.autograd.grad(routed.probabilities, weight, given)
     logits = x @ weight.t()
-    loss, z = by_hand(logits, router, size), logits.logsumexp(-1).square().mean()
+    loss, z = by_hand(logits, router, size, kind == "over_step"), logits.logsumexp(-1).square().mean()
     (added,) = torch.autograd.grad(COEFFICIENT * loss + Z * z, weight)
     assert torch.allclose(got - without, SCALE * added, rtol=1e-9, atol=1e-12)
     assert torch.allclose(balance.values, torch.stack([loss, z]).detach(), rtol=1e-12)
     assert balance.load.tolist() == [int((routed.experts == expert).sum()) for expert in range(E)]
+
+
+def test_several_losses_add_up_and_their_mean_is_told() -> None:
+    x, weight, router = drawn(LENGTH * SAMPLES, H), drawn(E, H, seed=1).requires_grad_(), Router(2)
+    weights = {"over_samples": 0.5, "over_micro_batches": 0.25, "over_step": 1.0}
+
+    def attached(**of: float) -> tuple[Tensor, float]:
+        balance, decision = Balance(BalanceLosses(**of, samples=3), router, E), Decision()
+        out = balance.attach(route(x, weight, router, decision), decision, SAMPLES, LENGTH, lambda own: own)
+        return torch.autograd.grad(out, weight, torch.zeros_like(out))[0], balance.values[0].item()
+
+    apart = {kind: attached(**{kind: each}) for kind, each in weights.items()}
+    got, value = attached(**weights)
+    assert torch.allclose(got, sum(gradient for gradient, _ in apart.values()), rtol=1e-9, atol=1e-12)
+    assert value == pytest.approx(sum(weights[kind] * each for kind, (_, each) in apart.items()) / 1.75)
+
+
+def test_sinkhorn_makes_experts_as_likely_in_each_micro_batch() -> None:
+    logits, size = 2 * drawn(LENGTH * SAMPLES, E), 3
+    ranks = evened(logits, SAMPLES, size, lambda own: own).view(LENGTH, SAMPLES, E)
+    for first in (0, size):
+        own = ranks[:, first : first + size].flatten(0, 1).softmax(-1).sum(0)  # tokens have the same sums
+        assert torch.allclose(own, torch.full_like(own, LENGTH * size / E), rtol=0.02)
+        alone = logits.view(LENGTH, SAMPLES, E)[:, first : first + size].flatten(0, 1)
+        assert torch.equal(
+            evened(alone, size, size, lambda own: own), ranks[:, first : first + size].flatten(0, 1)
+        )
 
 
 def test_tokens_are_counted_by_blocks_of_samples() -> None:
@@ -93,7 +127,7 @@ def test_a_bias_moves_by_the_rate_towards_the_mean() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_step_is_counted_once_and_an_evaluation_never(recompute: str) -> None:
-    losses = BalanceLosses("seq_aux_loss", COEFFICIENT, Z)
+    losses = BalanceLosses(over_samples=COEFFICIENT, z=Z)
     decoder = Decoder(make_model(**BIASED), recompute=recompute, balance=losses, dtype=torch.float64)
     plain = Decoder(make_model(**BIASED), dtype=torch.float64)
     tokens = torch.arange(12).view(2, 6)
@@ -126,7 +160,7 @@ def test_a_loss_scale_changes_no_gradient() -> None:
     mesh, tokens = make_mesh(config, World(1, 1), torch.device("cpu")), torch.arange(24).view(2, 12)
     found = []
     for scale, coefficient in ((1.0, 0.5), (1024.0, 0.5), (1.0, 0.0)):
-        training = replace(config.training, moe_aux_loss_coeff=coefficient)
+        training = replace(config.training, moe_aux_loss_coeff=(coefficient,))
         own = replace(config, training=training)
         decoder = build_decoder(own, mesh)
         engine = shard_decoder(decoder, own, mesh)

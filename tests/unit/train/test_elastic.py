@@ -68,8 +68,10 @@ def test_a_loss_over_micro_batches_keeps_them() -> None:
     """A smaller micro-batch is another loss."""
     for other in ({"moe_router_load_balancing_type": "seq_aux_loss"}, {"moe_aux_loss_coeff": 0.0}):
         assert configured({**MIXTURE, **other}, 4).batch.micro_batch_size == 2
-    with refused("--global-batch-size 8", "--micro-batch-size 4 stays", "seq_aux_loss"):
-        configured(MIXTURE, 4)
+    even = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1}
+    for other in ({}, {"moe_router_load_balancing_type": "global_aux_loss"}, even):
+        with refused("--global-batch-size 8", "--micro-batch-size 4 stays", "seq_aux_loss"):
+            configured({**MIXTURE, **other}, 4)
 
 
 def test_shards_that_the_ranks_do_not_have() -> None:
