@@ -7,7 +7,6 @@ options need to have an effect.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,17 +192,12 @@ def _implementations(config: RunConfig) -> Iterator[str]:
 
 
 def _retention(config: RunConfig) -> Iterator[str]:
-    every = config.checkpoint.save_interval
-    for name in ("save_retain_interval", "save_copy_interval"):
-        chosen = getattr(config.checkpoint, name)
-        if chosen and every and chosen % every:
-            yield (
-                f"--{name.replace('_', '-')} {chosen} is not a multiple of --save-interval {every}; nearest: "
-                f"{multiples_around(chosen, every)}"
-            )
-    save, copy = config.checkpoint.save, config.checkpoint.save_copy
-    if save and copy and os.path.realpath(save) == os.path.realpath(copy):
-        yield f"--save-copy {copy} is the folder of --save: name another one, on another disk"
+    every, chosen = config.checkpoint.save_interval, config.checkpoint.save_retain_interval
+    if chosen and every and chosen % every:
+        yield (
+            f"--save-retain-interval {chosen} is not a multiple of --save-interval {every}; nearest: "
+            f"{multiples_around(chosen, every)}"
+        )
 
 
 def _spikes(config: RunConfig) -> Iterator[str]:

@@ -73,6 +73,7 @@ _ORDER = (
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
 _BLOOM = "BLOOM and Falcon RW had it, and nobody has pretrained so since 2023"
+_COPY = "a batch script copies what --save holds (rsync -a); `megazero inspect` checks a copy: leave it out"
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
     **{
@@ -104,6 +105,9 @@ REMOVED = {
     "muon_tp_mode": Removed("matrices that ranks cut are stepped whole: leave it out", off="distributed"),
     "per_split_data_args_path": Removed("write --train-data-path, --valid-data-path and --test-data-path"),
     "rampup_seq_length_root": Removed("lengths grow in a straight line: --rampup-seq-length", off="1.0"),
+    "save_copy": Removed(_COPY, off="none"),
+    "save_copy_interval": Removed(_COPY, off="none"),
+    "save_copy_keep_last": Removed(_COPY, off="none"),
     "seq_length_steps": Removed("lengths grow in equal steps: --rampup-seq-length"),
     "start_weight_decay": Removed(_WEIGHT_DECAY),
     "weight_decay_incr_style": Removed(_WEIGHT_DECAY, off="constant"),

@@ -144,7 +144,6 @@ class Trainer:
         began, pending = self.progress.iteration, self.progress.evaluation_pending
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.note(line)
-        self.saver.copy(self.progress.checkpoint)  # the last start may have ended before it did
         self.callbacks.tell(Callback.start)
         with self.feeding.batches(self.data["train"], consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
@@ -162,8 +161,6 @@ class Trainer:
             # Not to be interrupted: no restart would make up for it.
             self._evaluate("test", stoppable=False)
         self._export()
-        self.phase = "writing --save-copy"
-        self.saver.copy(self.progress.checkpoint, last=True)
         return ExitStatus.FINISHED
 
     def _train(self, batches: Batches) -> int:

@@ -549,21 +549,6 @@ class CheckpointConfig:
     save_retry_minutes: float = option(
         10.0, "how long a save is retried after the storage's first refusal; 0: not at all", low=0
     )
-    save_copy: str | None = option(
-        None,
-        "second folder: checkpoints are copied there in the background, checked, and load like any other; a failed "
-        "copy does not end the run, and the next checkpoint makes up for it",
-    )
-    save_copy_interval: int | None = option(
-        None,
-        "iterations between checkpoints that are copied (the first at or after each multiple, and the run's last; "
-        "default: every one)",
-        low=1,
-        needs=("save_interval > 0", "save_copy"),
-    )
-    save_copy_keep_last: int | None = option(
-        None, "how many of the newest copies to keep (default: all)", low=1, needs="save_copy"
-    )
     async_save: bool = option(
         False,
         "copy what is saved to host memory and write it while training continues; a stop waits for it",

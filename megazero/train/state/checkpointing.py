@@ -112,15 +112,15 @@ class Checkpointing:
         return store.completed(self.saving(progress, None, store.Retry()), world_group())
 
     def saving(
-        self, progress: Progress, staging: store.Staging | None, retry: store.Retry, busy: Path | None = None
+        self, progress: Progress, staging: store.Staging | None, retry: store.Retry
     ) -> Generator[store.Part, None, Path]:
         """Write SAVE/iter_<iteration>, yielding the parts that are this rank's own work. Collective.
 
-        staging: where a copy is taken, which is then written. retry: how to try again if the storage refuses. busy: a
-        checkpoint not to delete. Older ones stay until this one is complete.
+        staging: where a copy is taken, which is then written. retry: how to try again if the storage refuses. Older
+        checkpoints stay until this one is complete.
         """
         options = self.config.checkpoint
-        retention = store.Retention(options.save_keep_last, options.save_retain_interval, busy)
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval)
         # A run that resumed from an older checkpoint writes its iterations again.
         return store.saving(
             self.root,
