@@ -159,8 +159,6 @@ def _compiled(config: RunConfig) -> Iterator[str]:
             f"--compile does not take --attention-dropout {config.model.attention_dropout:g}, whose masks torch's "
             "attention draws from a generator; nearest: --attention-dropout 0"
         )
-    if config.training.compile and config.training.norm_impl == "apex":
-        yield "--compile does not take --norm-impl apex, whose kernels it cannot see into; nearest: torch"
 
 
 def _loss_scale(config: RunConfig) -> Iterator[str]:
@@ -171,9 +169,8 @@ def _loss_scale(config: RunConfig) -> Iterator[str]:
 
 
 def _implementations(config: RunConfig) -> Iterator[str]:
-    """Report implementations that lack what is asked of them. Whether apex is there is seen when the run starts."""
-    training, optimizer = config.training, config.optimizer.optimizer
-    chosen = training.optimizer_impl
+    """Report an implementation of the update that lacks what is asked of it."""
+    chosen, optimizer = config.training.optimizer_impl, config.optimizer.optimizer
     if chosen not in OPTIMIZERS[optimizer].factories:
         having = " and ".join(name for name, each in OPTIMIZERS.items() if chosen in each.factories)
         yield f"--optimizer-impl {chosen} has no {optimizer}, only {having}; nearest: auto"
@@ -181,14 +178,6 @@ def _implementations(config: RunConfig) -> Iterator[str]:
         for name in config.optimizer.moments_in("bf16", "int8"):
             given = typed(all_options()[name], config.get(name))
             yield f"--optimizer-impl {chosen} keeps moments in fp32, and {given} is given; nearest: auto"
-    if chosen == "apex" and config.precision.params_dtype == "fp64":
-        yield "--optimizer-impl apex takes no fp64 (--fp64); nearest: auto"
-    if training.norm_impl == "apex" and config.model.apply_layernorm_1p:
-        yield "--norm-impl apex has no norm that multiplies by 1 + weight (--apply-layernorm-1p); nearest: torch"
-    if training.device == "cpu":
-        for name in ("optimizer_impl", "norm_impl"):
-            if getattr(training, name) == "apex":
-                yield f"{all_options()[name].flag} apex runs on CUDA, and --device is cpu; nearest: torch"
 
 
 def _retention(config: RunConfig) -> Iterator[str]:

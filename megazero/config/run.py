@@ -115,6 +115,7 @@ REMOVED = {
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
         "--log-dir LOGS (--tee 3 prints it, too)"
     ),
+    "norm_impl": Removed("norms are torch's, with kernels of their own on CPUs: leave it out", off="torch"),
     "rollback_on_spike": _NO_ROLLBACK,
     "max_rollbacks": _NO_ROLLBACK,
     "spike_window": _SPIKE,

@@ -38,7 +38,6 @@ from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_layers
 from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
-from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
 from megazero.moe import ExpertParallel
 from megazero.pp.executor import Pipeline
@@ -90,8 +89,6 @@ def build_decoder(
         device="meta",
         dtype=dtype,
     )
-    if training.norm_impl == "apex":
-        use_apex(decoder)
     if training.compile:
         compile_layers(decoder, training.compile_backend)
     return decoder

@@ -57,7 +57,6 @@ from megazero.train.data.datasets import (
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
-from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
@@ -251,7 +250,6 @@ def _join(config: RunConfig, launch: Launch, supervisor: Supervisor, beginning: 
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
     config = _begun(config, launch, beginning)
-    refuse_without_apex(config.training, device)
     tokenizer = tokenizer_info(config)
     config, world = find_world(with_vocabulary(config, tokenizer), launch)
     supervisor.joining = "the planning"

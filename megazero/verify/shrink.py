@@ -103,8 +103,6 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
 def _on_processors(config: RunConfig) -> dict[str, Any]:
     """Choose what runs on CPUs, in place of what runs on CUDA alone."""
     values: dict[str, Any] = {}
-    if config.training.optimizer_impl == "apex":
-        values["optimizer_impl"] = "auto"
     if config.training.attention_backend != "math":
         values["attention_backend"] = "auto"
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:

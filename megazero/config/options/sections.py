@@ -422,12 +422,9 @@ class TrainingConfig:
     )
     optimizer_impl: str = option(
         "auto",
-        "implementation of AdamW's update: torch's fused step; triton, one pass over memory; or "
-        "NVIDIA's apex. auto: triton on CUDA if it is there (torch in fp64), else torch",
+        "implementation of AdamW's update: torch's fused step; triton, one pass over memory. auto: triton on CUDA if "
+        "it is there (torch in fp64), else torch",
         choices=IMPLEMENTATIONS,
-    )
-    norm_impl: str = option(
-        "torch", "norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex"), small="torch"
     )
     device: str = option(
         "auto", "device; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda"), small="cpu"

@@ -81,7 +81,8 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --global-batch-size 64 --rampup-batch-size 16,32,100 -> --global-batch-size 64; --rampup-batch-size; 24 or 48
 --global-batch-size 64 --rampup-batch-size 80,16,100 -> --global-batch-size 64; --rampup-batch-size; 64
 --global-batch-size 64 --rampup-batch-size 16,16 -> --rampup-batch-size 16,16
---optimizer muon --optimizer-impl apex -> --optimizer-impl apex; auto
+--optimizer muon --optimizer-impl apex -> --optimizer-impl apex
+--optimizer lion --optimizer-impl triton -> --optimizer-impl triton; auto
 --zero-shard 2,4,6 -> 2,4,8
 --zero-shard 2,2 -> P,G,OS
 --zero-stage 2 --zero-preset ddp -> --zero-stage; --zero-preset; ddp; zero2
