@@ -45,7 +45,7 @@ COMMANDS = {
     "calibrate": Command("Measure a cluster for the planner.", "megazero.calibrate.command"),
     "verify": Command("Prove a configuration on local ranks against one rank.", "megazero.verify.command"),
     "check-nodes": Command(
-        "Check devices, links and shared storage of nodes, without a run.", "megazero.cli.check_nodes"
+        "Check devices and shared storage of nodes, without a run.", "megazero.cli.check_nodes"
     ),
 }
 _PROFILE = re.compile("^--profile[-_](?=rounds|micro|largest|fresh)")
