@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import megazero
 from megazero.config.read.flags import pick
-from megazero.log.safe_stream import guard_output
+from megazero.log.safe_stream import guard_streams
 from megazero.mesh.launch import is_first
 
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
     """
     words = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
     if argv is None:  # else another program calls, and its streams are its own
-        guard_output()
+        guard_streams()
     if words[:1] == ["--version"]:
         print(f"megazero {megazero.__version__}")
         return 0
