@@ -6,7 +6,6 @@ their commands' words themselves (command.py); else a file here reads them, call
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import megazero
 from megazero.config.read.flags import pick
 from megazero.log.safe_stream import guard_streams
-from megazero.mesh.launch import is_first
 
 
 class Command(NamedTuple):
@@ -48,7 +46,6 @@ COMMANDS = {
         "Check devices and shared storage of nodes, without a run.", "megazero.cli.check_nodes"
     ),
 }
-_PROFILE = re.compile("^--profile[-_](?=rounds|micro|largest|fresh)")
 
 
 def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
@@ -63,19 +60,6 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"megazero {megazero.__version__}")
         return 0
-    words = _renamed(words)
     table = {name: command.help for name, command in COMMANDS.items()}
     name, status = pick("megazero", table, words, ("COMMAND --help", "--version"))
     return import_module(COMMANDS[name].module).main(words[1:]) if name else status
-
-
-def _renamed(words: list[str]) -> list[str]:
-    """Return a command line in today's words: calibrate and four of its flags were called profile."""
-    if words[:1] != ["profile"]:
-        return words
-    if is_first():
-        print(
-            "megazero profile is now megazero calibrate, and its flags --profile-* are --calibrate-*",
-            file=sys.stderr,
-        )
-    return ["calibrate", *(_PROFILE.sub("--calibrate-", word) for word in words[1:])]

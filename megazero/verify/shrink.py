@@ -238,7 +238,7 @@ def _kinds(model: ModelConfig, layers: int) -> dict[str, Any]:
 def _rotary(m: ModelConfig, width: int, length: int) -> dict[str, Any]:
     """Keep on which side of the original length samples are, and as many divisors as there are pairs."""
     values: dict[str, Any] = {}
-    if m.rotary_scaling in ("dynamic", "longrope") and m.seq_length > m.rotary_original_max_position:
+    if m.rotary_scaling == "longrope" and m.seq_length > m.rotary_original_max_position:
         values["rotary_original_max_position"] = length // 2
     pairs = int(width * m.rotary_percent) // 2
     for name in ("rotary_short_factor", "rotary_long_factor"):
@@ -251,8 +251,7 @@ def _head_width(m: ModelConfig) -> int:
     """Return the width of a head, of which rotary positions turn whole pairs of elements."""
     part = m.rotary_percent if m.position_embedding_type == "rope" else 1.0
     turned = ((width, int(width * part)) for width in count(_small("kv_channels"), 2))
-    least = 4 if m.rotary_scaling == "dynamic" else 2
-    return next(width for width, channels in turned if channels >= least and channels % 2 == 0)
+    return next(width for width, channels in turned if channels >= 2 and channels % 2 == 0)
 
 
 def _vocabulary(m: ModelConfig, tp: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ HEADS --num-query-groups 5 -> --num-attention-heads 12; --num-query-groups 5; 4 
 HEADS --rotary-percent 0.4 --position-embedding-type rope -> --rotary-percent 0.4; 0.25 or 0.5
 YARN --yarn-beta-slow 40 -> --yarn-beta-slow 40; the defaults 1 and 32
 YARN --rotary-base 1 -> --rotary-scaling yarn; --rotary-base 1
-HEADS --rotary-scaling dynamic --position-embedding-type rope --rotary-percent 0.25 -> --rotary-scaling dynamic
+HEADS --rotary-scaling dynamic --position-embedding-type rope -> --rotary-scaling dynamic
 HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-factor 1,1,1,1
     -> --rotary-scaling longrope; --rotary-long-factor
 HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-factor 1,1,0,1
