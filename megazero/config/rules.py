@@ -14,7 +14,6 @@ from megazero.config.errors import ConfigError
 from megazero.config.layout import context_rules, outer_rules, pipeline_rules, wire_rules
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
-from megazero.config.model.architecture import architecture_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
@@ -221,15 +220,6 @@ def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
 
 
-def _exportable(config: RunConfig) -> Iterator[str]:
-    if config.checkpoint.save_hf is None or any(model_rules.frequencies(config.model)):
-        return
-    try:
-        architecture_of(config.model)
-    except ValueError as error:
-        yield f"--save-hf {config.checkpoint.save_hf}: {error}"
-
-
 def _planned(config: RunConfig) -> Iterator[str]:
     if config.planning.cluster is not None:
         from megazero.config.options.cluster import load_cluster  # only where a run names one
@@ -307,7 +297,6 @@ RULES: tuple[Rule, ...] = (
     _spikes,
     _missing_checkpoint,
     _skipped_ranges,
-    _exportable,
     _planned,
     _loss_chunk,
     _outer_policy,

@@ -108,6 +108,9 @@ REMOVED = {
     "save_copy": Removed(_COPY, off="none"),
     "save_copy_interval": Removed(_COPY, off="none"),
     "save_copy_keep_last": Removed(_COPY, off="none"),
+    "save_hf": Removed(
+        "`megazero convert to-hf` writes the folder of a checkpoint, and compares it", off="none"
+    ),
     "seq_length_steps": Removed("lengths grow in equal steps: --rampup-seq-length"),
     "start_weight_decay": Removed(_WEIGHT_DECAY),
     "weight_decay_incr_style": Removed(_WEIGHT_DECAY, off="constant"),

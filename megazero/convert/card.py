@@ -28,7 +28,7 @@ from megazero.convert.source import Source
 from megazero.families import FAMILIES
 
 # They say where files lay on the machine of the training, and nothing about the model.
-_PLACES = (*FILE_OPTIONS, "save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir")
+_PLACES = (*FILE_OPTIONS, "save", "load", "log_dir", "data_cache_path", "tensorboard_dir")
 
 
 def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None) -> str:

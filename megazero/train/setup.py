@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -296,14 +295,11 @@ def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
         Callbacks(users=begun.users),
         partial(lease.check, fresh=True),
     )
-    exported: tuple[str, ...] = ()
     if config.checkpoint.save is not None and origin.progress.iteration < begun.length.last_iteration:
         checkpointing.try_saving()
-        if config.checkpoint.save_hf is not None:
-            exported = checkpointing.try_exporting(Path(config.checkpoint.save_hf))
     checkpointing.load(origin)
     left = leave_behind(config, origin, mesh, begun.length.last_iteration)
-    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *begun.notes, *exported)
+    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *begun.notes)
     return Built(decoder, engine, pipeline, checkpointing, bill, forecast, notes)
 
 

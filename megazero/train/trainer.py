@@ -160,7 +160,6 @@ class Trainer:
         if began < self.progress.iteration or pending:
             # Not to be interrupted: no restart would make up for it.
             self._evaluate("test", stoppable=False)
-        self._export()
         return ExitStatus.FINISHED
 
     def _train(self, batches: Batches) -> int:
@@ -358,14 +357,6 @@ class Trainer:
     def _saved(self, iteration: int, path: Path, seconds: float) -> None:
         self.progress = replace(self.progress, checkpoint=str(path))
         self.callbacks.tell(Callback.saved, iteration, path, seconds)
-
-    def _export(self) -> None:
-        """Write the folder of --save-hf when the training is over, not when it stops before that."""
-        folder = self.config.checkpoint.save_hf
-        if folder is None or self.progress.iteration < self.length.last_iteration:
-            return
-        self.phase = "writing --save-hf"
-        self.saver.export(self.progress.checkpoint, folder)
 
     def _log(self, step: TrainedStep, rates: Mapping[str, float]) -> None:
         """Complete the iteration's line with what callbacks add, and hand it to them."""

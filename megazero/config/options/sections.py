@@ -520,9 +520,6 @@ class CheckpointConfig:
         strict=True,
         needs="loads_hugging_face: --load hf:DIR",
     )
-    save_hf: str | None = option(
-        None, "Hugging Face folder to write at the end, by all ranks from the last checkpoint", strict=True
-    )
     allow_fresh_start: bool = option(
         False,
         "start from random weights where --load, another folder than --save, holds no checkpoint",

@@ -96,10 +96,3 @@ class Saver:
         while self._part is not None and not (replacing and self._part.pause):
             self._part.wait_for_all(world_group(), self._limit_s)
             self.go_on()
-
-    def export(self, checkpoint: str, folder: str) -> None:
-        """Write the folder of --save-hf from a checkpoint. Collective."""
-        began = time.perf_counter()
-        written = self._checkpointing.export(Path(checkpoint), Path(folder))
-        seconds = time.perf_counter() - began
-        self._console.note(f"wrote {written} in {seconds:.1f} s" if written else "--save-hf is there already")

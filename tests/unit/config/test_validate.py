@@ -57,7 +57,7 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --num-layers 0 -> --num-layers 0; 1
 --attention-dropout 1 -> --attention-dropout 1
 --hidden-dropout -0.1 -> --hidden-dropout -0.1
---num-experts 4 --moe-layer-freq 0,1 --save a --save-hf b -> --moe-layer-freq 0,1; --num-layers
+--num-experts 4 --moe-layer-freq 0,1 --save a -> --moe-layer-freq 0,1; --num-layers
 --lr 0 -> --lr 0
 --seed 4294967296 -> --seed 4294967296; 4294967295
 --min-lr 1 -> --min-lr 1; 0.001
