@@ -24,7 +24,6 @@ from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import ramp_fault
-from megazero.config.schedule.sequence_lengths import growth_fault
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -33,15 +32,6 @@ def _ramp(config: RunConfig) -> Iterator[str]:
     ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
     if ramp is not None and target is not None and (fault := ramp_fault(ramp, target)):
         yield fault
-
-
-def _lengths(config: RunConfig) -> Iterator[str]:
-    """Report sequence lengths that cannot grow this way, or that ranks cannot share."""
-    ramp = config.batch.rampup_seq_length
-    if ramp and (fault := growth_fault(ramp)):
-        yield fault
-    elif ramp:
-        yield from context_rules.ramped(config, config.context_levels(None)[1])
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -279,7 +269,6 @@ RULES: tuple[Rule, ...] = (
     pipeline_rules.schedule,
     pipeline_rules.layers_per_stage,
     _ramp,
-    _lengths,
     _length,
     _units,
     _schedule,

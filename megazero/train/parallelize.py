@@ -303,15 +303,6 @@ class Slices:
 
     def __init__(self, shape: tuple[int, int, int], tp: TensorParallel) -> None:
         self.tp = tp
-        self._fit(shape)
-
-    def resize(self, micro_batch: MicroBatch) -> tuple[int, ...]:
-        """Cut activations of samples as long as these from now on. Returns ``wire_shape``."""
-        self._fit((micro_batch.tokens.shape[1], *self.whole[1:]))
-        return self.wire_shape
-
-    def _fit(self, shape: tuple[int, int, int]) -> None:
-        self.whole, tp = shape, self.tp
         length, batch, hidden = shape
         self.shape = (length // tp.size, batch, hidden) if tp.sharded_sequence else shape
         self.cuts = tp.size > 1 and not tp.sequence_parallel and prod(shape) % tp.size == 0

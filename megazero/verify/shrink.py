@@ -310,8 +310,6 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         notes.append(
             f"norms have an epsilon of {QK_NORM_EPSILON:g}, with which small sizes are well-conditioned"
         )
-    if config.batch.rampup_seq_length:
-        notes.append("sequences have one length")
     if config.wire(world).codings:
         block = _small("zero_block_size")
         notes.append(f"quantised blocks have {block} elements, so that slices of small matrices hold several")

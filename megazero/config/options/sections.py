@@ -333,12 +333,6 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
-    rampup_seq_length: tuple[int, ...] | None = option(
-        None,
-        "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
-        "equal steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
-        small=SHORT,
-    )
     elastic: bool = option(False, "keep the global batch on other numbers of ranks, by a smaller micro-batch")
 
     def samples_per_step(self, data_parallel: int) -> int:

@@ -249,10 +249,7 @@ EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --ou
 --train-tokens 0 --global-batch-size 16 -> --train-tokens 0
 --lr-warmup-tokens 100 --global-batch-size 16 -> --lr-warmup-tokens; --lr-decay-tokens; --lr-warmup-samples
 --tensorboard-queue 5 -> --tensorboard-queue; --tensorboard-queue-size
---rampup-seq-length 8 32 8 -> --rampup-seq-length 8
---rampup-seq-length 4 32 8 10 -> --rampup-seq-length 4
---rampup-seq-length 16 8 8 10 -> --rampup-seq-length 16
---rampup-seq-length 9 27 9 10 --tensor-model-parallel-size 2 --sequence-parallel -> --sequence-parallel; 8 or 10
+--rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --finetune
 OUTER --outer-replicas 3 -> --outer-replicas; 2
 --outer-bits 4 -> --outer-bits 4; --outer-interval
 --outer-replicas 2 -> --outer-replicas 2; --outer-interval
