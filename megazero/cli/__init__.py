@@ -35,7 +35,7 @@ COMMANDS = {
     "tokenizer": Command("Train a SentencePiece tokenizer on text.", "megazero.cli.tokenizer"),
     "flags": Command("Explain a flag of megazero or Megatron, or a key of DeepSpeed.", "megazero.cli.flags"),
     "status": Command("Report the state, progress and restarts of runs.", "megazero.cli.status"),
-    "inspect": Command("Describe a checkpoint and check its files, or compare two.", "megazero.cli.inspect"),
+    "inspect": Command("Describe a checkpoint and check its files.", "megazero.cli.inspect"),
     "convert": Command(
         "Convert checkpoints to and from Hugging Face, and from Megatron.", "megazero.convert.command"
     ),
