@@ -20,9 +20,6 @@ from megazero.checkpoint.errors import first_bytes
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World, begun
 from megazero.config.read.beginning import Beginning, read_beginning
-from megazero.config.secrets import redact
-from megazero.config.summary import rounded_summary
-from megazero.convert.card import card_options
 from megazero.data.source import SampleSource
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
@@ -319,9 +316,7 @@ def _announce(
 ) -> tuple[Progress, Outputs]:
     """Open the outputs, which ``stack`` closes, and say what runs. Returns the progress of this start. Collective."""
     config, length = built.checkpointing.config, begun.length
-    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
-    said = redact(card_options(config.model.model_family, config.values()))  # a model card tells them
-    progress = begun.progress.started(said, rounded_summary(config, world))
+    progress = begun.progress
     start = replace(agree_on_start(config, launch, progress), lease=lease.holder.owner)
     halt = (f"the run stops after iteration {length.halt[0]}: {length.halt[1]}",) if length.halt else ()
     notes = (*progress.notes, *built.notes, *halt)
