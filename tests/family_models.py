@@ -49,7 +49,6 @@ YARN_MSCALE = {
     "truncate": False,
 }
 YARN_FACTOR = {**YARN, "attention_factor": 1.2}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 7.0]}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
@@ -115,7 +114,6 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama-rope-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
     "llama-rope-llama3": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE}),
     "llama-rope-yarn": ("Llama", {**LLAMA, "rope_parameters": YARN}),
-    "llama-rope-dynamic": ("Llama", {**LLAMA, "rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
     "mistral": ("Mistral", {**LLAMA, "sliding_window": None, "head_dim": 16}),
     "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 5}),
     "qwen2": ("Qwen2", LLAMA),

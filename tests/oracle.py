@@ -14,8 +14,8 @@ import torch
 @contextmanager
 def in_fp64() -> Iterator[None]:
     """transformers hard-codes fp32 in its norms, softmax and rotary tables: inside this it runs in fp64 throughout.
-    Models must be made inside, too. The default dtype is that of quotients of integers, as in dynamic rotary scaling,
-    and of Gemma's scale of embeddings."""
+    Models must be made inside, too. The default dtype is that of quotients of integers, and of Gemma's scale of
+    embeddings."""
     double = torch.float64
     with (
         patch.multiple(torch, float32=double, float=double),

@@ -127,9 +127,6 @@ class NoEngine:
 class Whole:
     """Messages are the activations as they are."""
 
-    def resize(self, _: object) -> tuple[int, ...]:
-        return SHAPE
-
     def pack(self, x: Tensor) -> Tensor:
         return x
 

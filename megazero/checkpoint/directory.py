@@ -52,13 +52,12 @@ class Retention:
     """Which older checkpoints stay after a save. The one just saved always does.
 
     ``keep_last``: how many of the most recently saved ones stay; None keeps all. ``interval`` keeps the first at or
-    after each of its multiples permanently (at the multiple itself nothing may have been saved). ``busy`` stays, too:
-    it is being copied. None means no such rule.
+    after each of its multiples permanently (at the multiple itself nothing may have been saved). None means no such
+    rule.
     """
 
     keep_last: int | None = None
     interval: int | None = None
-    busy: Path | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.keep_last), ("interval", self.interval)):
@@ -247,7 +246,7 @@ def retain(root: Path, saved: Path, rule: Retention) -> None:
         return
     found = checkpoints(root)
     steps = {path: int(name[1]) for path in found if (name := _NAME.fullmatch(path.name))}
-    needed = {saved, rule.busy, *(_firsts(steps, rule.interval) if rule.interval else ())}
+    needed = {saved, *(_firsts(steps, rule.interval) if rule.interval else ())}
     for path in found[: -rule.keep_last]:
         if path in needed or path not in steps:
             continue

@@ -161,31 +161,16 @@ def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry
     waiting for a processor counts as progress. Raises OSError.
     """
     with open(path, "xb", buffering=0) as file:
-        return _written(path, len(image.data), tick, image.memory, file.fileno())
-
-
-def copy_file(source: Path, target: Path, tick: Callable[[], None]) -> tuple[FileEntry, FileEntry]:
-    """Copy to a new file in the same way. Return size and checksum as read, and as read back. Raises OSError."""
-    with open(source, "rb") as given, open(target, "xb+", buffering=0) as file:
-        read = _written(target, os.fstat(given.fileno()).st_size, tick, given.fileno(), file.fileno())
-        for stream in (given, file):  # neither is needed in the page cache, and the disk is what is checked
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        back = _written(target, os.fstat(file.fileno()).st_size, tick, file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return read, back
-
-
-def _written(path: Path, size: int, tick: Callable[[], None], source: int, target: int = -1) -> FileEntry:
-    """Run the writer from one descriptor to another, -1 for none, and return what it read. path: named in errors."""
-    command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, (source, target, size, os.getpid()))]
-    with _started(command, [each for each in (source, target) if each >= 0]) as writer:
-        for line in _lines(writer, tick):
-            tick()
-            kind, _, number = line.decode().partition(" ")
-            if kind == "crc32":
-                return FileEntry(size, int(number))
-            if kind == "errno":
-                raise OSError(int(number), os.strerror(int(number)), str(path))
+        size, given = len(image.data), (image.memory, file.fileno())
+        command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, (*given, size, os.getpid()))]
+        with _started(command, given) as writer:
+            for line in _lines(writer, tick):
+                tick()
+                kind, _, number = line.decode().partition(" ")
+                if kind == "crc32":
+                    return FileEntry(size, int(number))
+                if kind == "errno":
+                    raise OSError(int(number), os.strerror(int(number)), str(path))
     raise OSError(errno.EIO, f"the process that writes it ended with status {writer.returncode}", str(path))
 
 

@@ -1,10 +1,10 @@
-"""A separate program of the lowest priority that writes shared memory, or another file, to a file.
+"""A separate program of the lowest priority that writes shared memory to a file.
 
     python -I -S image_writer.py MEMORY FILE BYTES PARENT
 
-MEMORY and FILE are open descriptors; a FILE of -1 is none: it only reads. A line of output, the number of bytes
-written, comes after every write and when a piece is on the disk, and at last "crc32 N", or "errno N" where the
-operating system refused. It ends when PARENT is no longer its parent, or its output is closed.
+MEMORY and FILE are open descriptors. A line of output, the number of bytes written, comes after every write and when
+a piece is on the disk, and at last "crc32 N", or "errno N" where the operating system refused. It ends when PARENT is
+no longer its parent, or its output is closed.
 """
 
 import errno
@@ -37,13 +37,11 @@ def write(memory: int, file: int, size: int, parent: int) -> int:
                 crc32 = zlib.crc32(piece, crc32)
             while done < end:
                 with data[done:end] as rest:
-                    done += _write(file, rest) if file >= 0 else len(rest)
+                    done += _write(file, rest)
                 print(done, flush=True)
-            if file >= 0:
-                os.fdatasync(file)
+            os.fdatasync(file)
             print(done, flush=True)
-    if file >= 0:
-        os.fsync(file)
+    os.fsync(file)
     return crc32
 
 
@@ -60,7 +58,7 @@ def _write(file: int, data: memoryview) -> int:
 def _past_the_cache(file: int, on: bool) -> None:
     """Avoid the copy into the page cache: 256 MiB take 100 ms of processor time with it, and 6 ms without."""
     direct = getattr(os, "O_DIRECT", 0)
-    with suppress(OSError, ValueError):  # -1 is no file
+    with suppress(OSError):
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
         fcntl.fcntl(file, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
 

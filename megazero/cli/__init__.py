@@ -6,7 +6,6 @@ their commands' words themselves (command.py); else a file here reads them, call
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,8 +13,7 @@ from typing import NamedTuple
 
 import megazero
 from megazero.config.read.flags import pick
-from megazero.log.safe_stream import guard_output
-from megazero.mesh.launch import is_first
+from megazero.log.safe_stream import guard_streams
 
 
 class Command(NamedTuple):
@@ -37,7 +35,7 @@ COMMANDS = {
     "tokenizer": Command("Train a SentencePiece tokenizer on text.", "megazero.cli.tokenizer"),
     "flags": Command("Explain a flag of megazero or Megatron, or a key of DeepSpeed.", "megazero.cli.flags"),
     "status": Command("Report the state, progress and restarts of runs.", "megazero.cli.status"),
-    "inspect": Command("Describe a checkpoint and check its files, or compare two.", "megazero.cli.inspect"),
+    "inspect": Command("Describe a checkpoint and check its files.", "megazero.cli.inspect"),
     "convert": Command(
         "Convert checkpoints to and from Hugging Face, and from Megatron.", "megazero.convert.command"
     ),
@@ -45,10 +43,9 @@ COMMANDS = {
     "calibrate": Command("Measure a cluster for the planner.", "megazero.calibrate.command"),
     "verify": Command("Prove a configuration on local ranks against one rank.", "megazero.verify.command"),
     "check-nodes": Command(
-        "Check devices, links and shared storage of nodes, without a run.", "megazero.cli.check_nodes"
+        "Check devices and shared storage of nodes, without a run.", "megazero.cli.check_nodes"
     ),
 }
-_PROFILE = re.compile("^--profile[-_](?=rounds|micro|largest|fresh)")
 
 
 def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
@@ -59,23 +56,10 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
     """
     words = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
     if argv is None:  # else another program calls, and its streams are its own
-        guard_output()
+        guard_streams()
     if words[:1] == ["--version"]:
         print(f"megazero {megazero.__version__}")
         return 0
-    words = _renamed(words)
     table = {name: command.help for name, command in COMMANDS.items()}
     name, status = pick("megazero", table, words, ("COMMAND --help", "--version"))
     return import_module(COMMANDS[name].module).main(words[1:]) if name else status
-
-
-def _renamed(words: list[str]) -> list[str]:
-    """Return a command line in today's words: calibrate and four of its flags were called profile."""
-    if words[:1] != ["profile"]:
-        return words
-    if is_first():
-        print(
-            "megazero profile is now megazero calibrate, and its flags --profile-* are --calibrate-*",
-            file=sys.stderr,
-        )
-    return ["calibrate", *(_PROFILE.sub("--calibrate-", word) for word in words[1:])]

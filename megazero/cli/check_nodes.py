@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,8 +22,8 @@ USAGE = """usage: srun megazero check-nodes --save FOLDER [flags below]
        megazero check-nodes [flags below]
 
 Checks nodes as --health-check does at the start of a run: devices, memory, and whether every node sees the folder.
-Then it measures the links between nodes. Without a launcher it checks this node, as in a prolog. Prints the faults of
-each node, and --exclude= with the nodes to leave out. Exit status 0: all is well.
+Without a launcher it checks this node, as in a prolog. Prints the faults of each node, and --exclude= with the nodes
+to leave out. Exit status 0: all is well.
 """
 
 
@@ -55,12 +56,14 @@ def report(options: CheckOptions, launch: Launch) -> ExitStatus:
     """Check, print what was found, and return the exit status."""
     import torch.distributed as dist
 
-    from megazero.calibrate.node_check import check_nodes  # brings torch
+    from megazero.ops.health import Storage, check_health  # brings torch
+    from megazero.train.distributed import start_rank
 
     training = TrainingConfig(device=options.device, distributed_init_timeout_minutes=options.timeout / 60)
-    save = Path(options.save) if options.save else None
+    save = Storage(Path(options.save), options.checkpoint_bytes, options.keep_last) if options.save else None
     try:
-        notes = check_nodes(training, launch, save, options.checkpoint_bytes, options.keep_last)
+        device, _ = start_rank(training, launch, timedelta(seconds=options.timeout))
+        notes = check_health(launch.host, device, save)
     except ValueError as error:
         if not dist.is_initialized():  # this rank alone may know: the others wait for it
             print(f"{launch.host}, rank {launch.rank}: {error}", file=sys.stderr, flush=True)

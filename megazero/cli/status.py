@@ -28,7 +28,6 @@ class StatusOptions:
         (all_options()["log_dir"].default,), "folders that --log-dir named in training", place="LOG_DIR"
     )
     quiet: bool = option(False, "print only one line for each run that is not well")
-    chart: bool = option(True, "draw the curve of the loss")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +47,7 @@ def _status(options: StatusOptions) -> int:
         found = state(run)
         status = max(status, int(found.alarming))
         if not options.quiet:
-            print("\n" * (number > 0) + report(run, options.chart), end="")
+            print("\n" * (number > 0) + report(run), end="")
         elif found.alarming:
             print(f"{run.folder}: {found.words}")
     return status

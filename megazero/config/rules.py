@@ -7,7 +7,6 @@ options need to have an effect.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from megazero.config.errors import ConfigError
 from megazero.config.layout import context_rules, outer_rules, pipeline_rules, wire_rules
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
-from megazero.config.model.architecture import architecture_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
@@ -27,7 +25,6 @@ from megazero.config.options.sections import BALANCE_LOSSES, SINKHORN
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import ramp_fault
-from megazero.config.schedule.sequence_lengths import growth_fault
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -36,15 +33,6 @@ def _ramp(config: RunConfig) -> Iterator[str]:
     ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
     if ramp is not None and target is not None and (fault := ramp_fault(ramp, target)):
         yield fault
-
-
-def _lengths(config: RunConfig) -> Iterator[str]:
-    """Report sequence lengths that cannot grow this way, or that ranks cannot share."""
-    ramp = config.batch.rampup_seq_length
-    if ramp and (fault := growth_fault(ramp)):
-        yield fault
-    elif ramp:
-        yield from context_rules.ramped(config, config.context_levels(None)[1])
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -181,8 +169,6 @@ def _compiled(config: RunConfig) -> Iterator[str]:
             f"--compile does not take --attention-dropout {config.model.attention_dropout:g}, whose masks torch's "
             "attention draws from a generator; nearest: --attention-dropout 0"
         )
-    if config.training.compile and config.training.norm_impl == "apex":
-        yield "--compile does not take --norm-impl apex, whose kernels it cannot see into; nearest: torch"
 
 
 def _loss_scale(config: RunConfig) -> Iterator[str]:
@@ -193,9 +179,8 @@ def _loss_scale(config: RunConfig) -> Iterator[str]:
 
 
 def _implementations(config: RunConfig) -> Iterator[str]:
-    """Report implementations that lack what is asked of them. Whether apex is there is seen when the run starts."""
-    training, optimizer = config.training, config.optimizer.optimizer
-    chosen = training.optimizer_impl
+    """Report an implementation of the update that lacks what is asked of it."""
+    chosen, optimizer = config.training.optimizer_impl, config.optimizer.optimizer
     if chosen not in OPTIMIZERS[optimizer].factories:
         having = " and ".join(name for name, each in OPTIMIZERS.items() if chosen in each.factories)
         yield f"--optimizer-impl {chosen} has no {optimizer}, only {having}; nearest: auto"
@@ -203,28 +188,15 @@ def _implementations(config: RunConfig) -> Iterator[str]:
         for name in config.optimizer.moments_in("bf16", "int8"):
             given = typed(all_options()[name], config.get(name))
             yield f"--optimizer-impl {chosen} keeps moments in fp32, and {given} is given; nearest: auto"
-    if chosen == "apex" and config.precision.params_dtype == "fp64":
-        yield "--optimizer-impl apex takes no fp64 (--fp64); nearest: auto"
-    if training.norm_impl == "apex" and config.model.apply_layernorm_1p:
-        yield "--norm-impl apex has no norm that multiplies by 1 + weight (--apply-layernorm-1p); nearest: torch"
-    if training.device == "cpu":
-        for name in ("optimizer_impl", "norm_impl"):
-            if getattr(training, name) == "apex":
-                yield f"{all_options()[name].flag} apex runs on CUDA, and --device is cpu; nearest: torch"
 
 
 def _retention(config: RunConfig) -> Iterator[str]:
-    every = config.checkpoint.save_interval
-    for name in ("save_retain_interval", "save_copy_interval"):
-        chosen = getattr(config.checkpoint, name)
-        if chosen and every and chosen % every:
-            yield (
-                f"--{name.replace('_', '-')} {chosen} is not a multiple of --save-interval {every}; nearest: "
-                f"{multiples_around(chosen, every)}"
-            )
-    save, copy = config.checkpoint.save, config.checkpoint.save_copy
-    if save and copy and os.path.realpath(save) == os.path.realpath(copy):
-        yield f"--save-copy {copy} is the folder of --save: name another one, on another disk"
+    every, chosen = config.checkpoint.save_interval, config.checkpoint.save_retain_interval
+    if chosen and every and chosen % every:
+        yield (
+            f"--save-retain-interval {chosen} is not a multiple of --save-interval {every}; nearest: "
+            f"{multiples_around(chosen, every)}"
+        )
 
 
 def _spikes(config: RunConfig) -> Iterator[str]:
@@ -257,15 +229,6 @@ def _skipped_ranges(config: RunConfig) -> Iterator[str]:
 def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.allow_fresh_start and config.checkpoint.exit_on_missing_checkpoint:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
-
-
-def _exportable(config: RunConfig) -> Iterator[str]:
-    if config.checkpoint.save_hf is None or any(model_rules.frequencies(config.model)):
-        return
-    try:
-        architecture_of(config.model)
-    except ValueError as error:
-        yield f"--save-hf {config.checkpoint.save_hf}: {error}"
 
 
 def _planned(config: RunConfig) -> Iterator[str]:
@@ -327,7 +290,6 @@ RULES: tuple[Rule, ...] = (
     pipeline_rules.schedule,
     pipeline_rules.layers_per_stage,
     _ramp,
-    _lengths,
     _length,
     _units,
     _schedule,
@@ -346,7 +308,6 @@ RULES: tuple[Rule, ...] = (
     _spikes,
     _missing_checkpoint,
     _skipped_ranges,
-    _exportable,
     _planned,
     _loss_chunk,
     _outer_policy,

@@ -73,6 +73,11 @@ _ORDER = (
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
 _BLOOM = "BLOOM and Falcon RW had it, and nobody has pretrained so since 2023"
+_LENGTHS = (
+    "samples have --seq-length tokens throughout: train at short ones first, and go on with --load DIR --finetune at "
+    "the full length"
+)
+_COPY = "a batch script copies what --save holds (rsync -a); `megazero inspect` checks a copy: leave it out"
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
     **{
@@ -103,14 +108,22 @@ REMOVED = {
     "muon_num_ns_steps": Removed("the Newton-Schulz iteration has 5 steps", off="5"),
     "muon_tp_mode": Removed("matrices that ranks cut are stepped whole: leave it out", off="distributed"),
     "per_split_data_args_path": Removed("write --train-data-path, --valid-data-path and --test-data-path"),
-    "rampup_seq_length_root": Removed("lengths grow in a straight line: --rampup-seq-length", off="1.0"),
-    "seq_length_steps": Removed("lengths grow in equal steps: --rampup-seq-length"),
+    "rampup_seq_length": Removed(_LENGTHS, off="none"),
+    "rampup_seq_length_root": Removed(_LENGTHS, off="1.0"),
+    "save_copy": Removed(_COPY, off="none"),
+    "save_copy_interval": Removed(_COPY, off="none"),
+    "save_copy_keep_last": Removed(_COPY, off="none"),
+    "save_hf": Removed(
+        "`megazero convert to-hf` writes the folder of a checkpoint, and compares it", off="none"
+    ),
+    "seq_length_steps": Removed(_LENGTHS),
     "start_weight_decay": Removed(_WEIGHT_DECAY),
     "weight_decay_incr_style": Removed(_WEIGHT_DECAY, off="constant"),
     "log_each_rank": Removed(
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
         "--log-dir LOGS (--tee 3 prints it, too)"
     ),
+    "norm_impl": Removed("norms are torch's, with kernels of their own on CPUs: leave it out", off="torch"),
     "rollback_on_spike": _NO_ROLLBACK,
     "max_rollbacks": _NO_ROLLBACK,
     "spike_window": _SPIKE,

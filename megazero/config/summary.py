@@ -208,21 +208,6 @@ def _data_axes(shards: Shards, d: int, near: Sequence[int]) -> tuple[AxisSpec, .
     return make_grid(d, h, shards=shards.factors, level_sizes=tuple(ranks // h for ranks in above)).data_axes
 
 
-def rounded_summary(config: RunConfig, world: World) -> str:
-    """Describe what ranks send in fewer bits than they compute in, or return ""."""
-    wire, outer = config.wire(world), config.outer
-    shards = config.shards(world)
-    axes = _data_axes(shards, config.shard_ranks(world), config.data_ranks(world))
-    parts = [_weights(config.zero, wire, axes)] if wire.weights else []
-    if wire.gradients:
-        parts.append(_gradients(config.zero, wire, axes, shards.whole_gradients))
-    if (replicas := config.outer_replicas(world)) > 1 and outer.outer_bits < EXACT_BITS:
-        parts.append(outer_summary(outer, replicas, world.world_size // replicas))
-    if keys := config.gathered_keys(world):
-        parts.append(f"keys and values {gathered_summary(keys)}")
-    return "; ".join(parts)
-
-
 def gathered_summary(coding: Coding) -> str:
     """Describe the format of keys and values that are gathered across nodes."""
     return f"across nodes as {_name(coding)} after a Hadamard transform (blocks of {coding.block}), gradients exact"

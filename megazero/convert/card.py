@@ -6,9 +6,8 @@ The card says which run the model is from, how it was trained, and what lies in 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -28,7 +27,7 @@ from megazero.convert.source import Source
 from megazero.families import FAMILIES
 
 # They say where files lay on the machine of the training, and nothing about the model.
-_PLACES = (*FILE_OPTIONS, "save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir")
+_PLACES = (*FILE_OPTIONS, "save", "load", "log_dir", "data_cache_path", "tensorboard_dir")
 
 
 def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None) -> str:
@@ -63,7 +62,9 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
     lines += ["Trained with megazero and exported from its checkpoint.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in facts.items()]
     lines += ["", f"Tokenizer: {note}."] if note else []
-    lines += ["", *redact(list(_flags(source)))]
+    said = {name: value for name, value in source.values.items() if name not in _PLACES}
+    lines += ["", "## Flags that are not at their default", "", "```"]
+    lines += [*redact(flag_lines(source.model.model_family, said)), "```", ""]
     lines += ["## Files", "", "| file | bytes | crc32 |", "|---|---|---|"]
     lines += [f"| {name} | {entry.size:,} | {entry.crc32:08x} |" for name, entry in sorted(files.items())]
     return "\n".join([*lines, ""])
@@ -71,44 +72,6 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
 
 def _loss(value: float | None) -> str:
     return "not recorded" if value is None else f"{value:.4f}"
-
-
-def card_options(family: str, values: Mapping[str, object]) -> dict[str, object]:
-    """Return the options that a card tells of a run, by name and in JSON types: those not at their default."""
-    said = changed(family, {name: value for name, value in values.items() if name not in _PLACES})
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
-
-
-def _flags(source: Source) -> Iterator[str]:
-    """Yield the flags of the run that are not at their default, and what each later start changed of them.
-
-    Checkpoints of before starts were kept have those of the last one.
-    """
-    family = source.model.model_family
-    now = {"iteration": 0, "options": card_options(family, source.values)}
-    starts: list[Mapping[str, Any]] = source.state.get("starts") or [now]
-    before: Mapping[str, object] = {}
-    for start in starts:
-        options = start["options"]
-        names = [name for name in {**before, **options} if name in all_options()]
-        changes = [name for name in names if options.get(name) != before.get(name)]
-        yield (
-            f"## Changed after iteration {start['iteration']:,}"
-            if before
-            else "## Flags that are not at their default"
-        )
-        yield from ("", "```", *(_typed(name, options.get(name)) for name in changes), "```", "")
-        if start.get("rounded"):
-            yield from (f"Sent in fewer bits: {start['rounded']}.", "")
-        before = options
-
-
-def _typed(name: str, value: object) -> str:
-    """Return an option as it is typed; None is no longer said."""
-    option = all_options()[name]
-    if value is None:
-        return f"{option.flag} is left out"
-    return typed(option, tuple(value) if isinstance(value, list) else value)
 
 
 def run_options(folder: Path, accept: Collection[str] = ()) -> dict[str, object]:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megazero.checkpoint.directory import fsync_directory
-from megazero.checkpoint.errors import CheckpointError, agree, agree_local
+from megazero.checkpoint.errors import CheckpointError, agree_local
 from megazero.checkpoint.manifest import FileEntry, checksum
 from megazero.checkpoint.reading import check_files
 from megazero.config.model.architecture import architecture_of
@@ -72,77 +71,58 @@ def write_folder(
     *,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Path | None = None,
-    group: dist.ProcessGroup | None = None,
     progress: ExportProgress = ExportProgress(),
 ) -> Path:
-    """Write FOLDER.partial, whole, and return it; ``finish`` gives it its name. Collective over ``group``.
+    """Write FOLDER.partial, whole, and return it; ``finish`` gives it its name.
 
-    shard_bytes: the most bytes of tensors in a file. tokenizer: as ``of_checkpoint`` takes it. The ranks
-    of the group share the files between them. Raises CheckpointError on every rank: the checkpoint is damaged, has no
-    architecture in Hugging Face, or is not to be written there; finished files stay for the next call.
+    shard_bytes: the most bytes of tensors in a file. tokenizer: as ``of_checkpoint`` takes it. Raises CheckpointError
+    where the checkpoint is damaged, has no architecture in Hugging Face, or is not to be written there; finished
+    files stay for the next call.
     """
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     partial = folder.with_name(folder.name + PARTIAL)
     doing = f"'{folder}' not written"
 
-    def prepare() -> tuple[list[Shard], RunTokenizer | None]:
+    def prepare() -> tuple[list[Shard], RunTokenizer]:
         refuse_existing(folder)
         architecture_of(source.model)
         shards = plan_shards(source.tensors, shard_bytes)
-        run = None
-        if rank == 0:
-            run = of_checkpoint(source.path, source.values, tokenizer)
-            partial.mkdir(parents=True, exist_ok=True)
-            _check_space(partial, shards)
+        run = of_checkpoint(source.path, source.values, tokenizer)
+        partial.mkdir(parents=True, exist_ok=True)
+        _check_space(partial, shards)
+        progress.say("checking the checkpoint", 0)
+        check_files(source.path, source.manifest)
         return shards, run
 
-    shards, run = agree_local(group, doing, prepare)
-    progress.say("checking the checkpoint", 0)
-    agree_local(group, doing, lambda: check_files(source.path, source.manifest, rank, size))
-    own = shards[rank::size]
-    progress.say("writing", sum(shard.nbytes for shard in own))
+    shards, run = agree_local(None, doing, prepare)
+    progress.say("writing", sum(shard.nbytes for shard in shards))
     name = _source_name(source)
 
-    def write() -> dict[str, FileEntry]:
-        return {s.file: write_shard(partial, s, source.pieces, name, progress.advance) for s in own}
+    def write() -> None:
+        files = {s.file: write_shard(partial, s, source.pieces, name, progress.advance) for s in shards}
+        _describe(source, partial, shards, run, files, progress)
 
-    cure = f"{doing}, and finished files stay: the same command goes on in '{partial}'"
-    files = {file: entry for part in agree(group, cure, write, FileEntry) for file, entry in part.items()}
-    agree_local(
-        group, doing, lambda: _describe(source, partial, shards, run, files, progress) if run else None
-    )
+    agree_local(None, f"{doing}, and finished files stay: the same command goes on in '{partial}'", write)
     return partial
 
 
-def finish(partial: Path, group: dist.ProcessGroup | None = None) -> Path:
-    """Give FOLDER.partial the name FOLDER and return that. Collective over ``group``."""
+def finish(partial: Path) -> Path:
+    """Give FOLDER.partial the name FOLDER and return that."""
     folder = partial.with_name(partial.name.removesuffix(PARTIAL))
 
     def rename() -> None:
-        if group is None or dist.get_rank(group) == 0:
-            refuse_existing(folder)
-            os.rename(partial, folder)
-            fsync_directory(folder.parent)
+        refuse_existing(folder)
+        os.rename(partial, folder)
+        fsync_directory(folder.parent)
 
-    agree_local(group, f"'{folder}' not written", rename)
+    agree_local(None, f"'{folder}' not written", rename)
     return folder
 
 
 def converted_weights(folder: Path) -> str:
     """Return which weights of its checkpoint a folder holds: as ``write_folder`` noted, else "trained"."""
-    return _conversion(folder).get("weights", "trained")
-
-
-def converted_from(folder: Path, source: Source) -> bool:
-    """Tell whether ``folder`` is there and was written from that checkpoint."""
-    files = {name: asdict(entry) for name, entry in source.manifest.files.items()}
-    return _conversion(folder).get("source") == files
-
-
-def _conversion(folder: Path) -> Mapping[str, Any]:
-    """Return what ``write_folder`` noted in the folder, or nothing."""
     noted = folder / CONVERSION_FILE
-    return read_json(noted, "it says where the folder is from") if noted.is_file() else {}
+    told = read_json(noted, "it says where the folder is from") if noted.is_file() else {}
+    return str(told.get("weights", "trained"))
 
 
 def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Describes a checkpoint, and the differences between two."""
+"""Describes a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megazero.checkpoint.directory import stated
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import check_checksum, open_manifest
-from megazero.checkpoint.reading import StoredTensors, pieces
+from megazero.checkpoint.reading import StoredTensors
 
 DAMAGED = "DAMAGED"  # the last word of a damaged file's line
 
@@ -54,58 +52,6 @@ def _state(path: Path, name: str, entry: Any, check: bool) -> str:
     except CheckpointError:
         return DAMAGED
     return "good"
-
-
-def differences(one: Path, other: Path) -> Iterator[str]:
-    """Yield lines that say in what two checkpoints differ: options, layout, and every tensor, a piece at a time."""
-    first, second = open_manifest(one), open_manifest(other)
-    for what in ("step", "world_size"):
-        if getattr(first, what) != getattr(second, what):
-            yield f"{what}: {getattr(first, what)}, {getattr(second, what)}"
-    yield from _changed("layout", first.layout, second.layout)
-    for section in sorted({*first.configuration, *second.configuration}):
-        options = (first.configuration.get(section, {}), second.configuration.get(section, {}))
-        yield from _changed(section, *options)
-    for kind in sorted({*first.kinds, *second.kinds}):
-        if kind not in first.kinds or kind not in second.kinds:
-            yield f"{kind}: only in {one if kind in first.kinds else other}"
-        else:
-            yield from _tensors(kind, StoredTensors.open(one, kind), StoredTensors.open(other, kind))
-
-
-def _changed(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted({*one, *other}):
-        if one.get(name) != other.get(name):
-            yield f"{what}.{name}: {one.get(name)}, {other.get(name)}"
-
-
-def _tensors(kind: str, one: StoredTensors, other: StoredTensors) -> Iterator[str]:
-    for name in sorted(one.shapes.keys() | other.shapes.keys()):
-        shapes = one.shapes.get(name), other.shapes.get(name)
-        if shapes[0] is None or shapes[1] is None or shapes[0] != shapes[1]:
-            yield f"{kind}/{name}: {shapes[0] or 'absent'}, {shapes[1] or 'absent'}"
-        elif line := _distance(one, other, name):
-            yield f"{kind}/{name}: {line}"
-
-
-def _distance(one: StoredTensors, other: StoredTensors, name: str) -> str:
-    """Say how far apart two tensors of one shape are, or '' if they are equal."""
-    unequal, square, norm, largest = 0, 0.0, 0.0, 0.0
-    for first, rows in pieces(one.shapes[name]):
-        ours, theirs = (stored.read(name, first, rows) for stored in (one, other))
-        if ours.dtype == theirs.dtype and torch.equal(ours, theirs):
-            norm += float(ours.double().norm()) ** 2
-            continue
-        difference = theirs.double() - ours.double()
-        unequal += int((difference != 0).sum())
-        square, norm = square + float(difference.norm()) ** 2, norm + float(ours.double().norm()) ** 2
-        largest = max(largest, float(difference.abs().max()))
-    if unequal == 0 and one.dtypes[name] == other.dtypes[name]:
-        return ""
-    if unequal == 0:
-        return f"equal values in {one.dtypes[name]} and {other.dtypes[name]}"
-    relative = (square / norm) ** 0.5 if norm else float("inf")
-    return f"{unequal:,} elements differ, relative {relative:.2e}, largest {largest:.2e}"
 
 
 def _words(values: Mapping[str, Any]) -> str:

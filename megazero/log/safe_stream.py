@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from megazero.config.secrets import redact, take_secrets
+from megazero.config.secrets import redact
 from megazero.log.line_file import NO_ROOM
 
 # Control characters but tab and line feed, and marks that reorder what is read. A carriage return may begin what is
@@ -83,12 +83,6 @@ def _unwritable_ignored(stream: TextIO) -> Iterator[None]:
 def unguarded(stream: TextIO) -> TextIO:
     """Return the stream that a SafeStream wraps, for who writes colours and bars (log/terminal.py)."""
     return stream._stream if isinstance(stream, SafeStream) else stream
-
-
-def guard_output() -> None:
-    """Do as ``guard_streams``, and hide the secrets of ``sys.argv``."""
-    sys.argv[:] = take_secrets(sys.argv)
-    guard_streams()
 
 
 def guard_streams() -> None:

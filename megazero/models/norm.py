@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,6 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.one_plus = eps, one_plus
-        self.kernel: Callable[..., Tensor] | None = None  # apex's, by ``use_apex``
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
     @property
@@ -71,8 +70,6 @@ class RMSNorm(nn.Module):
         return one_plus(self.weight) if self.one_plus else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kernel is not None:
-            return self.kernel(x, self.weight, self.weight.shape, self.eps)
         if self.one_plus or x.device.type == "cpu":  # F.rms_norm would round 1 + weight to the dtype of x
             return _RMSNorm.apply(x, self.factor, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -84,30 +81,14 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, size: int, eps: float, *, one_plus: bool = False, **factory: Any) -> None:
         super().__init__(size, eps, **factory)
         self.one_plus = one_plus
-        self.kernel: Callable[..., Tensor] | None = None  # apex's, by ``use_apex``
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kernel is not None:
-            return self.kernel(x, self.weight, self.bias, self.normalized_shape, self.eps)
         if not self.one_plus:
             return super().forward(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = self.bias.to(wide)
         out = F.layer_norm(x.to(wide), self.normalized_shape, one_plus(self.weight), bias, self.eps)
         return out.to(x.dtype)
-
-
-def use_apex(module: nn.Module) -> None:
-    """Let NVIDIA's apex compute the norms in ``module``, on CUDA; none of them may multiply by 1 + weight.
-
-    Norms that are split over tensor-parallel ranks keep ``split_rms_norm``.
-    """
-    from apex.normalization import fused_layer_norm as apex
-
-    for m in module.modules():
-        if isinstance(m, RMSNorm | LayerNorm):
-            assert not m.one_plus
-            m.kernel = apex.fused_rms_norm_affine if isinstance(m, RMSNorm) else apex.fused_layer_norm_affine
 
 
 def one_plus(weight: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class _Samples(NamedTuple):
 
 class Positions:
     """Makes the tables of one decoder. Those that all micro-batches share are kept, for samples of one length, device
-    and dtype at a time: generation and ramps have many lengths. backend: --attention-backend.
+    and dtype at a time: generation has many lengths. backend: --attention-backend.
     """
 
     def __init__(

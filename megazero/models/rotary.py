@@ -31,13 +31,6 @@ def _llama3(config: ModelConfig, frequencies: Tensor, _: int) -> Tensor:
     return _divided(frequencies, ((turns - low) / (high - low)).clamp(0, 1), config.rotary_scaling_factor)
 
 
-def _dynamic(config: ModelConfig, frequencies: Tensor, length: int) -> Tensor:
-    channels, factor = config.rotary_channels, config.rotary_scaling_factor
-    stretch = factor * max(length / config.rotary_original_max_position, 1) - (factor - 1)
-    pairs = torch.arange(0, channels, 2, dtype=torch.float64)
-    return frequencies * stretch ** (-pairs / (channels - 2))
-
-
 def _yarn(config: ModelConfig, frequencies: Tensor, _: int) -> Tensor:
     def pair_of(turns: float) -> float:
         """Return the number of the pair, as a fraction, that turns so often over the original length."""
@@ -63,7 +56,6 @@ _SCALINGS: Mapping[str, _Scaling] = {
     "none": lambda _, frequencies, __: frequencies,
     "linear": _linear,
     "llama3": _llama3,
-    "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
 }
@@ -75,8 +67,6 @@ def rotary_frequencies(config: ModelConfig, length: int) -> Tensor:
     rotary_scaling stretches positions beyond the original length, which was trained before:
 
     - "linear" divides positions by the factor (Chen et al. 2023).
-    - "dynamic" enlarges the base in samples above the original length: the slowest pair turns
-      factor * length / original length - (factor - 1) times slower (NTK-aware scaling, as transformers has it).
     - "llama3" (Llama 3.1) divides the frequencies of wavelengths above original length / low_freq_factor by the
       factor, keeps those of wavelengths below original length / high_freq_factor, and interpolates between.
     - "yarn" (Peng et al. 2023) divides the frequencies of pairs that turn less than beta_slow times over the original
@@ -84,7 +74,7 @@ def rotary_frequencies(config: ModelConfig, length: int) -> Tensor:
     - "longrope" (Ding et al. 2024) divides each by a number of its own, of the long list if ``length`` is above the
       original length, else of the short list.
 
-    ``length`` is that of the samples, in tokens. It matters to "dynamic" and "longrope" alone.
+    ``length`` is that of the samples, in tokens. It matters to "longrope" alone.
     """
     pairs = torch.arange(0, config.rotary_channels, 2, dtype=torch.float64)
     frequencies = config.rotary_base ** (-pairs / config.rotary_channels)

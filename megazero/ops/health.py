@@ -1,8 +1,7 @@
 """The health check: before the first step every node is tested, and a bad one is named so that it can be excluded.
 
 Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
-for checkpoints. What may be harmless is a note: less free memory than elsewhere. `megazero check-nodes` measures the
-links, too (megazero/calibrate/node_check.py).
+for checkpoints. What may be harmless is a note: less free memory than elsewhere.
 """
 
 from __future__ import annotations
@@ -79,13 +78,10 @@ class Storage:
         return f"{self.checkpoint_bytes / GIB:.3g} GiB"
 
 
-def check_health(
-    node: str, device: torch.device, save: Storage | None = None
-) -> tuple[list[str], tuple[str, ...]]:
+def check_health(node: str, device: torch.device, save: Storage | None = None) -> tuple[str, ...]:
     """Test the nodes of all ranks: devices, memory, and the folder of ``save``. Collective.
 
-    node: this rank's, as the scheduler names it. Returns the node of each rank, and notes for the user. Raises the
-    same Unhealthy on every rank.
+    node: this rank's, as the scheduler names it. Returns notes for the user. Raises the same Unhealthy on every rank.
     """
     began = time.monotonic()
     every: list[Facts] = gather_objects(find_facts(node, device), Facts)
@@ -93,7 +89,7 @@ def check_health(
     _refuse(device_faults(every))
     notes = [*differences(every), *(check_storage(save, nodes) if save is not None else ())]
     seconds = time.monotonic() - began
-    return nodes, (f"health check of {len(nodes)} ranks on {len(set(nodes))} nodes: {seconds:.1f} s", *notes)
+    return (f"health check of {len(nodes)} ranks on {len(set(nodes))} nodes: {seconds:.1f} s", *notes)
 
 
 def check_storage(save: Storage, nodes: Sequence[str]) -> list[str]:
@@ -122,7 +118,7 @@ def check_run(config: RunConfig, launch: Launch, world: World, device: torch.dev
         outer = OuterFormat.of(config.outer, config.outer_replicas(world), max(WIDTHS[dtype], 4))
         size = checkpoint_bytes(config.model, dtype, config.optimizer, config.wire(world), outer)
         storage = Storage(Path(saves.save), size, saves.save_keep_last)
-    return check_health(launch.host, device, storage)[1]
+    return check_health(launch.host, device, storage)
 
 
 def refuse_missing_gpus(wanted: str, node: str) -> None:

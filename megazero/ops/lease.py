@@ -1,6 +1,6 @@
 """The lease on a folder: one run at a time writes there. This needs neither torch nor synchronised clocks.
 
-A run holds a lease on --save, --save-copy and --log-dir, each a file FOLDER/lease.N. It is one JSON object, padded
+A run holds a lease on --save and --log-dir, each a file FOLDER/lease.N. It is one JSON object, padded
 with spaces to 1 KiB:
 
     job         the batch system's name of the job, or torchrun's of the run; '' where there is none
@@ -225,10 +225,9 @@ class Lease:
     @classmethod
     def of(cls, config: RunConfig, launch: Launch) -> Self:
         """Return the lease that a run needs, not yet taken."""
-        saves = config.checkpoint
-        save, copies, logs = ("--save", saves.save), ("--save-copy", saves.save_copy), config.logging.log_dir
         # A folder with two flags has the rules of the last, so --save, whose are the strictest, comes once more.
-        named = (copies, save, ("--log-dir", logs), save)
+        save = "--save", config.checkpoint.save
+        named = (save, ("--log-dir", config.logging.log_dir), save)
         places = {Path(folder).resolve(): flag for flag, folder in named if folder}
         return cls(tuple(Place(folder, flag) for folder, flag in places.items()), Leaseholder.of(launch))
 
@@ -250,9 +249,8 @@ class Lease:
                     number, lived = self._take(place, note, looks.get(place))
                     self.numbers[str(place.folder)], may_live = number, may_live or lived
                 except OSError as error:
-                    # A run does not end for its copies, nor for a full log disk.
-                    if place.flag != "--save-copy" and (place.flag == "--save" or error.errno not in NO_ROOM):
-                        raise
+                    if place.flag == "--save" or error.errno not in NO_ROOM:
+                        raise  # a run does not end for a full log disk
                     note(
                         f"{place.flag} {place.folder} takes no lease: nothing keeps other runs out ({error})"
                     )

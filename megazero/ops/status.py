@@ -7,8 +7,6 @@ waits or was cancelled, `squeue` and `sacct` know.
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -18,7 +16,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazero.charts import text_chart
 from megazero.config.secrets import redact
 from megazero.log.exit_status import ExitStatus
 from megazero.log.history import EVENTS_FILE, read_events
@@ -286,13 +283,8 @@ def _sampled(path: Path) -> Iterator[Line]:
                 continue
 
 
-def report(run: RunFiles, chart: bool) -> str:
+def report(run: RunFiles) -> str:
     """Return what is printed of a run."""
     lines = [f"{name:<12}  {words}" for name, words in facts(run).items()]
     lines += [f"{'':<12}  {line}" for line in restarts(run)[-10:]]
-    losses = [(line["iteration"], line["lm_loss"]) for line in run.iterations]
-    if chart and losses:
-        width = shutil.get_terminal_size((100, 24)).columns
-        braille = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        lines += ["", *text_chart(losses, "iteration", "loss, nats per token", width, 12, braille)]
     return "\n".join([*lines, ""])

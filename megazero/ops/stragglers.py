@@ -8,7 +8,7 @@ when it is over, so they travel with the norm of the next step. There are two ki
 - compute: the iteration without data and without waits (for hops, stages, tensor-parallel peers, the norm).
 - data: the bill's item. It includes no wait for other ranks.
 
-All ranks wait alike for a slow link, so none is named: `megazero check-nodes` measures links.
+All ranks wait alike for a slow link, so none is named: `megazero calibrate` measures links.
 
 A rank's peers are the ranks of its pipeline stage, which have the same work. It is slower than they are if it takes
 longer than their median by more than SLOWER of the iteration, and steadily so if that holds in STEADY of the last

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +57,21 @@ def _plan(request: PlanRequest) -> int:
     print("\n".join([*table(best), source_of_rates(cluster)]))
     flags = shlex.join(layout_flags(first.layout.config))
     print("\n".join(["", "The first:", *details(first), "flags:", flags]))
-    rows = []
-    if outer:
-        rates, delays = options.link_rates or compare.RATES, options.link_delays or (0.0,)
-        found = compare.at_rates(values, cluster, rates, delays)
-        print("\n".join(["", *compare.rate_lines(found, cluster)]))
-        rows = compare.rate_dicts(found)
     if request.explain is not None:
         print("\n".join(["", *_explained(request, first)]))
     path = Path(options.plan_output) / "plan.json"
-    write_json(path, cluster, request.loss_policy, request.values, best, rows)
+    write_json(path, cluster, request.loss_policy, request.values, best)
     print(f"\n{path}: all of it")
     return 0
 
 
 def _pays(request: PlanRequest, values: dict[str, Any]) -> int:
-    """Print whether quantised messages pay, at each rate, and write plan.json."""
+    """Print whether quantised messages pay, at each delay and rate, and write plan.json."""
     cluster, options = request.cluster, request.options
     found: list[dict[str, Any]] = []
-    for rate in options.link_rates or (cluster.slow_link.gbits_per_s,):
-        each = compare.compare(values, cluster.with_slow_link(rate, 0.0))
+    rates = options.link_rates or (cluster.slow_link.gbits_per_s,)
+    for delay, rate in product(options.link_delays or (0.0,), rates):
+        each = compare.compare(values, cluster.with_slow_link(rate, delay), delay)
         if each.row(compare.EXACT) is None:
             print("\n".join(advice(values, cluster, Search(values, cluster, "exact"))), file=sys.stderr)
             return 1

@@ -2,7 +2,7 @@
 
 Each scheme has its fastest layout. With --pays, a scheme's worth is how fast it comes to the loss of the best exact
 one: its speed over the tokens that it needs. rounding.py has what others published of that; where nobody did, nothing
-is claimed. With --loss-policy outer, seconds are compared at rates and delays of the slowest kind of link.
+is claimed. --loss-policy outer proposes the layouts of outer steps alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megazero.config.options.cluster import Cluster
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
-from megazero.plan.report import describe, layout_flags, outer_words, tokens_per_second
+from megazero.plan.report import describe, layout_flags, tokens_per_second
 from megazero.plan.rounding import tokens_needed
 from megazero.plan.search import (
     LEVELS,
@@ -38,8 +38,6 @@ KNOWN = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "zero3", "HSDP, once a step":
 EXACT, QUANTISED, OUTER = "best exact", "best quantised", "outer steps"  # the least cost in loss first
 POLICY = "zeropp"  # of --loss-policy: the formats that are tried
 WORTH = 1.02  # times as fast to the same loss: what pays; less is within the planner's error
-HARDLY = 1.1  # times as long as the fastest: what a scheme that costs less in loss may take and still win
-RATES = (400.0, 100.0, 25.0, 10.0, 1.0, 0.1)  # Gb/s of the slow link, with --loss-policy outer
 # --outer-bits and --outer-interval, the least harm first: exact differences and short intervals, then as published
 # (DiLoCo: 500 steps; Streaming DiLoCo: 4 bits).
 LADDER = ((32, 32), (32, 64), (32, 128), (4, 128), (4, 256), (4, 500))
@@ -50,12 +48,6 @@ LEGEND = (
     "even at: the rate of a node's link at which this takes as long as computing.",
     "tokens: how many times the tokens of exact messages bring the same loss; ?: nobody published it.",
     "worth: how many times as fast as the best exact layout it comes to the same loss.",
-)
-LOSS = (
-    "loss: docs/results/loss.md has quantised messages and outer steps at 1.3M parameters; a short run from scratch "
-    "loses 2% by meeting every 8 steps and 5% every 32. Published, not measured here: 500 steps cost little from a "
-    "warmed-up model (DiLoCo); 4 bits lose nothing (Streaming DiLoCo); 100 steps in INT8 trained 10B parameters "
-    "(INTELLECT-1)"
 )
 
 
@@ -97,16 +89,19 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Schemes:
-    """The schemes on one cluster. missing: by name, what those need that do not fit, in GiB."""
+    """The schemes on one cluster. missing: by name, what those need that do not fit, in GiB. delay_ms: of the slow
+    link, beside its own."""
 
     cluster: Cluster
     rows: Sequence[Scheme]
     missing: Mapping[str, float]
+    delay_ms: float = 0.0
 
     @property
     def link(self) -> str:
-        """The rate of the slow link, in words."""
-        return f"{self.cluster.slow_link.gbits_per_s:g} Gb/s a {self.cluster.slow_part}"
+        """The slow link, in words."""
+        delay = f" and {self.delay_ms:g} ms" if self.delay_ms else ""
+        return f"{self.cluster.slow_link.gbits_per_s:g} Gb/s a {self.cluster.slow_part}{delay}"
 
     def row(self, name: str) -> Scheme | None:
         return next((row for row in self.rows if row.name == name), None)
@@ -119,12 +114,6 @@ class Schemes:
         return row
 
     @property
-    def wins(self) -> str:
-        """The scheme that costs the least in loss among those that hardly take longer than the fastest."""
-        fastest = min(row.seconds for row in self.rows)
-        return next(row.name for row in self.rows if row.seconds <= HARDLY * fastest)
-
-    @property
     def to_use(self) -> Scheme:
         """The quantised scheme if it pays, else a known preset if it is hardly slower than the best exact layout."""
         quantised = self.row(QUANTISED)
@@ -134,22 +123,15 @@ class Schemes:
         return min(named, key=lambda row: row.layout.memory.total, default=self.exact)
 
 
-def crossing(values: Mapping[str, Any], cluster: Cluster) -> list[Scheme]:
-    """Return the best exact, quantised and outer layouts that fit. Options of outer steps are of the last alone."""
-    plain = without_outer(values)
-    bases = list(Search(plain, cluster, "exact").drafts())
-    rows = [Scheme(EXACT, one, 1.0) for one in Search(plain, cluster, "exact").best(1, bases)]
-    if cluster.nodes > 1:
-        rows += _quantised(plain, cluster, bases)
-        rows += [Scheme(OUTER, one, None) for one in outer_layouts(values, cluster, POOLED)[:1]]
-    return rows
+def compare(values: Mapping[str, Any], cluster: Cluster, delay_ms: float = 0.0) -> Schemes:
+    """Return every scheme's fastest layout, known presets among them. There are no rows if nothing fits.
 
-
-def compare(values: Mapping[str, Any], cluster: Cluster) -> Schemes:
-    """Return every scheme's fastest layout, known presets among them. There are no rows if nothing fits."""
+    Options of outer steps are of their scheme alone. delay_ms: what the cluster's slow link has more than its own.
+    """
     rows: list[Scheme] = []
     missing: dict[str, float] = {}
-    free = {n: v for n, v in without_outer(values).items() if n not in (*PARALLEL, *STAGES, *ZERO)}
+    plain = without_outer(values)
+    free = {n: v for n, v in plain.items() if n not in (*PARALLEL, *STAGES, *ZERO)}
     whole = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, LEVELS: ()}
     for name, preset in KNOWN.items():
         asked = {**free, **whole, "zero_preset": preset}
@@ -157,12 +139,17 @@ def compare(values: Mapping[str, Any], cluster: Cluster) -> Schemes:
             rows.append(Scheme(name, best[0], 1.0))
         elif (smallest := smallest_layout(asked, cluster)) is not None:
             missing[name] = smallest.memory.total / GIB
-    rows += crossing(values, cluster)
-    if cluster.nodes > 1 and not any(row.name == OUTER for row in rows):
-        fewest = replica_counts(values, cluster)[-1]
-        smallest = smallest_layout(with_outer(values, *rungs(values)[0], fewest), cluster)
-        missing |= {} if smallest is None else {OUTER: smallest.memory.total / GIB}
-    return Schemes(cluster, rows, missing)
+    bases = list(Search(plain, cluster, "exact").drafts())
+    rows += [Scheme(EXACT, one, 1.0) for one in Search(plain, cluster, "exact").best(1, bases)]
+    if cluster.nodes > 1:
+        rows += _quantised(plain, cluster, bases)
+        outer = outer_layouts(values, cluster, POOLED)[:1]
+        rows += [Scheme(OUTER, one, None) for one in outer]
+        if not outer:
+            fewest = replica_counts(values, cluster)[-1]
+            smallest = smallest_layout(with_outer(values, *rungs(values)[0], fewest), cluster)
+            missing |= {} if smallest is None else {OUTER: smallest.memory.total / GIB}
+    return Schemes(cluster, rows, missing, delay_ms)
 
 
 def _quantised(values: Mapping[str, Any], cluster: Cluster, bases: Sequence[BaseLayout]) -> list[Scheme]:
@@ -291,6 +278,7 @@ def as_dict(found: Schemes) -> dict[str, Any]:
     """Return the table of --pays as plain JSON values."""
     return {
         "gbits_per_s": found.cluster.slow_link.gbits_per_s,
+        "delay_ms": found.delay_ms,
         "schemes": [
             {
                 "name": row.name,
@@ -308,55 +296,3 @@ def as_dict(found: Schemes) -> dict[str, Any]:
         "missing": dict(found.missing),
         "verdict": sentence(found),
     }
-
-
-Places = Mapping[tuple[float, float], Schemes]  # by Gb/s and added delay in ms of the slow link
-
-
-def at_rates(
-    values: Mapping[str, Any], cluster: Cluster, rates: Sequence[float], delays: Sequence[float]
-) -> Places:
-    """Return what crosses a slow link best, by delay, the fastest link first; no entry where nothing fits."""
-    found = {}
-    for delay in delays:
-        for rate in sorted(rates, reverse=True):
-            place = cluster.with_slow_link(rate, delay)
-            if rows := crossing(values, place):
-                found[rate, delay] = Schemes(place, rows, {})
-    return found
-
-
-def rate_lines(found: Places, cluster: Cluster) -> Iterator[str]:
-    """Yield the comparison of --loss-policy outer."""
-    yield f"Schemes by the link between {cluster.slow_part}s: seconds of a step"
-    yield (
-        f"{'Gb/s':>8} {'delay ms':>9}"
-        + "".join(f" {name:>15}" for name in (EXACT, QUANTISED, OUTER))
-        + "  wins"
-    )
-    for (rate, delay), schemes in found.items():
-        rows = [schemes.row(name) for name in (EXACT, QUANTISED, OUTER)]
-        cells = "".join(f" {f'{row.seconds:.3f}' if row else 'no room':>15}" for row in rows)
-        steps = f" ({_steps(schemes)})" if schemes.wins == OUTER else ""
-        yield f"{rate:>8g} {delay:>9g}{cells}  {schemes.wins}{steps}"
-    yield f"A scheme wins if it takes at most {HARDLY - 1:.0%} longer than the fastest and costs the least in loss."
-    yield LOSS
-
-
-def _steps(schemes: Schemes) -> str:
-    row = schemes.row(OUTER)
-    assert row is not None
-    return outer_words(row.layout.config, row.layout.grid.outer)
-
-
-def rate_dicts(found: Places) -> list[dict[str, Any]]:
-    """Return the comparison of --loss-policy outer as plain JSON values."""
-    return [
-        {
-            "gbits_per_s": rate,
-            "delay_ms": delay,
-            "seconds": {row.name: row.seconds for row in schemes.rows},
-            "wins": schemes.wins,
-        }
-        for (rate, delay), schemes in found.items()
-    ]

@@ -17,7 +17,7 @@ from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import CONDITIONS, DERIVED_LENGTHS, GELU, LOADED
 from megazero.config.run import all_options
-from megazero.plan.search import OUTER_POLICY, given_formats
+from megazero.plan.search import given_formats
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
 
@@ -45,12 +45,11 @@ class PlanConfig:
     )
     link_rates: tuple[float, ...] | None = option(
         None,
-        "rates in Gb/s of the slowest kind of link at which schemes are compared (default, with --pays: the "
-        "cluster's; with --loss-policy outer: 400,100,25,10,1,0.1)",
+        "with --pays, rates in Gb/s of the slowest kind of link to compare schemes at (default: the cluster's)",
         low=LEAST,
     )
     link_delays: tuple[float, ...] | None = option(
-        None, "with --loss-policy outer, delays in ms added to that link's latency (default: 0)", low=0
+        None, "with --pays, delays in ms added to that link's latency (default: 0)", low=0
     )
 
 
@@ -126,7 +125,7 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
             )
         values["ranks_per_node"] = cluster.ranks_per_node
     errors += _useless(options, policy, layout is not None)
-    errors += _not_beside_schemes(options, policy, values)
+    errors += _not_beside_schemes(options, values)
     if not any(line.startswith("--load ") for line in errors):  # what is missing may stand there
         errors += _model_errors(values)
     if errors or cluster is None:
@@ -136,22 +135,20 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
 
 def _useless(options: PlanConfig, policy: str, explains: bool) -> Iterator[str]:
     """Yield what flags have no effect beside the others."""
-    if options.link_rates is not None and policy != OUTER_POLICY and not options.pays:
-        yield f"--link-rates has no effect without --loss-policy {OUTER_POLICY} or --pays"
-    if options.link_delays is not None and policy != OUTER_POLICY:
-        yield f"--link-delays has no effect without --loss-policy {OUTER_POLICY}"
+    for name in ("link_rates", "link_delays"):
+        if getattr(options, name) is not None and not options.pays:
+            yield f"--{name.replace('_', '-')} has no effect without --pays"
     if options.pays and policy != all_options()["loss_policy"].default:
         yield "--pays tries every scheme: leave out --loss-policy"
     if options.pays and explains:
         yield f"--pays prints one table: leave out {EXPLAIN}"
 
 
-def _not_beside_schemes(options: PlanConfig, policy: str, values: Mapping[str, Any]) -> Iterator[str]:
+def _not_beside_schemes(options: PlanConfig, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what would make the rows of exact and of quantised messages the same."""
-    words = "--pays" if options.pays else f"--loss-policy {OUTER_POLICY}" if policy == OUTER_POLICY else ""
-    if words and (given := given_formats(values)):
+    if options.pays and (given := given_formats(values)):
         flags = ", ".join(all_options()[name].flag for name in given)
-        yield f"{words} compares exact messages with quantised ones: leave out {flags}"
+        yield f"--pays compares exact messages with quantised ones: leave out {flags}"
 
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:

@@ -167,9 +167,8 @@ def write_json(
     policy: str,
     values: Mapping[str, Any],
     best: Sequence[Found],
-    schemes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write plan.json, which is replaced as a whole. schemes: the comparison by the slow link's rate."""
+    """Write plan.json, which is replaced as a whole."""
     content = {
         "version": 1,
         "cluster": cluster.name,
@@ -178,7 +177,6 @@ def write_json(
         "loss_policy": policy,
         "given": {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
         "layouts": [as_dict(found.layout, found.timing, found.formats) for found in best],
-        **({"schemes": list(schemes)} if schemes else {}),
     }
     write_text(path, json.dumps(content, indent=1) + "\n")
 

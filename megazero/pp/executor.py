@@ -49,7 +49,6 @@ class WeightGradients(Protocol):
 class ActivationSlice(Protocol):
     """Which part of an activation travels between stages, and how the whole is reassembled."""
 
-    def resize(self, micro_batch: Any) -> Sequence[int]: ...  # to a step's; returns the shape that travels
     def pack(self, x: Tensor) -> Tensor: ...
     def unpack(self, x: Tensor) -> Tensor: ...
 
@@ -123,7 +122,7 @@ class Pipeline:
     ) -> list[Tensor]:
         """Run every action and its messages. Returns the losses that ``run`` gives."""
         losses: list[Tensor] = []
-        self.links.open(plan.incoming, plan.after, self.carrier.resize(micro_batches[0]))
+        self.links.open(plan.incoming, plan.after)
         try:
             for action in plan.actions:
                 with self._naming(action):

@@ -18,7 +18,6 @@ from megazero.config.options.data_inputs import SPLITS
 from megazero.config.options.data_sources import data_kind
 from megazero.config.read.beginning import Beginning, read_beginning
 from megazero.config.read.folders import make_folders
-from megazero.config.secrets import secret_options
 from megazero.log.exit_status import (
     ExitStatus,
     end_folder,
@@ -94,12 +93,7 @@ def run(config: RunConfig, launch: Launch, beginning: Beginning | None = None) -
 
     A signal during the start, while torch is loaded, ends the process at once. So does Ctrl-C without that flag, or
     the second Ctrl-C with it. Neither prints a trace: every rank would print its own.
-
-    If an option holds a secret, only the user may read what the run writes: LOG_DIR/config.yaml and the manifests of
-    checkpoints have every option as it was given, and copies of checkpoints, too.
     """
-    if secret_options(config.values()):
-        os.umask(0o077)
     lease = Lease.of(config, launch)
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:

@@ -38,7 +38,7 @@ OPTIONS = (
     *("zero_preset", "zero_stage", "zero_shard", "zero_hpz_partition_size", "zero_params_lifetime"),
     *("zero_prefetch_bytes", "zero_chunk_numel", "zero_unit_layers"),
     *("eval_iters", "seed", "device", "attention_backend", "compile", "compile_backend"),
-    *("norm_impl", "deterministic_mode", "distributed_timeout_minutes", "distributed_init_timeout_minutes"),
+    *("deterministic_mode", "distributed_timeout_minutes", "distributed_init_timeout_minutes"),
     *("load", "ckpt_step", "accept_field", "finetune"),
 )
 # What a run must say, and an evaluation does not use; sgd without momentum keeps no states.

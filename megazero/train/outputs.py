@@ -14,7 +14,7 @@ import yaml
 
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
-from megazero.config.secrets import redact, secret_options
+from megazero.config.secrets import redact
 from megazero.config.summary import decoder_line, describe, layout_lines, note_lines
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
@@ -207,11 +207,6 @@ def report_start(
     of_attention = dtype, choice, packed, mesh.grid.cp_keys > 1
     attention = attention_note(decoder.config, decoder.tp, mesh.device, *of_attention)
     remarks = [f"note: {text}" for text in (attention, export_note(config)) if text]
-    remarks += [
-        f"note: --{name.replace('_', '-')} holds what looks like a secret, printed as ***. {file} and every "
-        "checkpoint have it as it is, so only you may read what this run writes; give secrets by the environment"
-        for name in secret_options(config.values())
-    ]
     told = [*start.notes, *progress.notes]
     shown = [
         *told,

@@ -39,7 +39,6 @@ from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_layers
 from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
-from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
 from megazero.moe import ExpertParallel
 from megazero.pp.executor import Pipeline
@@ -94,8 +93,6 @@ def build_decoder(
         device="meta",
         dtype=dtype,
     )
-    if training.norm_impl == "apex":
-        use_apex(decoder)
     if training.compile:
         compile_layers(decoder, training.compile_backend)
     return decoder
@@ -310,15 +307,6 @@ class Slices:
 
     def __init__(self, shape: tuple[int, int, int], tp: TensorParallel) -> None:
         self.tp = tp
-        self._fit(shape)
-
-    def resize(self, micro_batch: MicroBatch) -> tuple[int, ...]:
-        """Cut activations of samples as long as these from now on. Returns ``wire_shape``."""
-        self._fit((micro_batch.tokens.shape[1], *self.whole[1:]))
-        return self.wire_shape
-
-    def _fit(self, shape: tuple[int, int, int]) -> None:
-        self.whole, tp = shape, self.tp
         length, batch, hidden = shape
         self.shape = (length // tp.size, batch, hidden) if tp.sharded_sequence else shape
         self.cuts = tp.size > 1 and not tp.sequence_parallel and prod(shape) % tp.size == 0

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -21,9 +20,6 @@ from megazero.checkpoint.errors import first_bytes
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World, begun
 from megazero.config.read.beginning import Beginning, read_beginning
-from megazero.config.secrets import redact
-from megazero.config.summary import rounded_summary
-from megazero.convert.card import card_options
 from megazero.data.source import SampleSource
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
@@ -57,7 +53,6 @@ from megazero.train.data.datasets import (
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
-from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
@@ -251,7 +246,6 @@ def _join(config: RunConfig, launch: Launch, supervisor: Supervisor, beginning: 
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
     config = _begun(config, launch, beginning)
-    refuse_without_apex(config.training, device)
     tokenizer = tokenizer_info(config)
     config, world = find_world(with_vocabulary(config, tokenizer), launch)
     supervisor.joining = "the planning"
@@ -298,14 +292,11 @@ def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
         Callbacks(users=begun.users),
         partial(lease.check, fresh=True),
     )
-    exported: tuple[str, ...] = ()
     if config.checkpoint.save is not None and origin.progress.iteration < begun.length.last_iteration:
         checkpointing.try_saving()
-        if config.checkpoint.save_hf is not None:
-            exported = checkpointing.try_exporting(Path(config.checkpoint.save_hf))
     checkpointing.load(origin)
     left = leave_behind(config, origin, mesh, begun.length.last_iteration)
-    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *begun.notes, *exported)
+    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *begun.notes)
     return Built(decoder, engine, pipeline, checkpointing, bill, forecast, notes)
 
 
@@ -325,9 +316,7 @@ def _announce(
 ) -> tuple[Progress, Outputs]:
     """Open the outputs, which ``stack`` closes, and say what runs. Returns the progress of this start. Collective."""
     config, length = built.checkpointing.config, begun.length
-    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
-    said = redact(card_options(config.model.model_family, config.values()))  # a model card tells them
-    progress = begun.progress.started(said, rounded_summary(config, world))
+    progress = begun.progress
     start = replace(agree_on_start(config, launch, progress), lease=lease.holder.owner)
     halt = (f"the run stops after iteration {length.halt[0]}: {length.halt[1]}",) if length.halt else ()
     notes = (*progress.notes, *built.notes, *halt)

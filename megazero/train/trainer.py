@@ -17,7 +17,6 @@ from megazero.checkpoint.errors import CheckpointError
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.config.options.skipping import due, iteration_ranges
-from megazero.config.schedule.sequence_lengths import SequenceLengths
 from megazero.data.sampler import Batches
 from megazero.data.source import Dataset, DatasetSource, SampleSource
 from megazero.log.exit_status import ExitStatus
@@ -29,7 +28,7 @@ from megazero.pp.executor import Pipeline
 from megazero.train.callbacks.callback import Callback, Numbers, TrainedStep
 from megazero.train.callbacks.chain import Callbacks, Exchange
 from megazero.train.callbacks.exits import Exits
-from megazero.train.data.feeding import Batch, Feeding
+from megazero.train.data.feeding import Batch, Feeding, own_tokens
 from megazero.train.evaluation import mean_loss
 from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
@@ -52,7 +51,7 @@ class StepBatches(NamedTuple):
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
     read, when the copies are done. tokens: how many tokens of the global batch count in the loss, for each outer
-    replica. samples: how many samples the global batch has. length: tokens of a sample.
+    replica. samples: how many samples the global batch has.
     """
 
     ids: Sequence[Sequence[int]]
@@ -60,7 +59,6 @@ class StepBatches(NamedTuple):
     device: Sequence[Batch]
     tokens: Sequence[float]
     samples: int
-    length: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -90,7 +88,6 @@ class Trainer:
         self.config, self.guard = checkpointing.config, NonFiniteGuard()
         self.scaling = checkpointing.scaling
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
-        self.lengths = SequenceLengths(self.config.model.seq_length, self.config.batch.rampup_seq_length)
         masked = self.config.data.eod_mask_loss
         self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
@@ -144,7 +141,6 @@ class Trainer:
         began, pending = self.progress.iteration, self.progress.evaluation_pending
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.note(line)
-        self.saver.copy(self.progress.checkpoint)  # the last start may have ended before it did
         self.callbacks.tell(Callback.start)
         with self.feeding.batches(self.data["train"], consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
@@ -161,9 +157,6 @@ class Trainer:
         if began < self.progress.iteration or pending:
             # Not to be interrupted: no restart would make up for it.
             self._evaluate("test", stoppable=False)
-        self._export()
-        self.phase = "writing --save-copy"
-        self.saver.copy(self.progress.checkpoint, last=True)
         return ExitStatus.FINISHED
 
     def _train(self, batches: Batches) -> int:
@@ -240,7 +233,7 @@ class Trainer:
             consumed_samples=batches.consumed,
             source=batches.state,
             losses={**self.progress.losses, "lm_loss": loss},
-            tokens=self.progress.tokens + batch.samples * batch.length,
+            tokens=self.progress.tokens + batch.samples * self.config.model.seq_length,
         )
         seconds = time.perf_counter() - began
         step = TrainedStep(
@@ -249,7 +242,6 @@ class Trainer:
             replica_losses=tuple(each / tokens for each, tokens in zip(sums, batch.tokens, strict=True)),
             info=info,
             samples=batch.samples,
-            length=batch.length,
             seconds=seconds,
             traffic=self.engine.traffic.take(),
             bill=self.bill.close(seconds),
@@ -263,11 +255,11 @@ class Trainer:
         consumed = self.progress.consumed_samples
         count = self.length.batch_sizes.micro_batches(consumed)
         ids = batches.sample_ids(count)
-        length, host = self.lengths.at(self.progress.iteration + 1), batches.next_step(count)
-        device = [self.feeding.cut(self.feeding.to_device(batch), length) for batch in host]
+        host = batches.next_step(count)
+        device = [own_tokens(self.feeding.to_device(batch), self.mesh) for batch in host]
         with self.bill.span(self.engine.exchange_hop) if self.feeding.masked else nullcontext():
-            tokens = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
-        return StepBatches(ids, host, device, tokens, batches.consumed - consumed, length)
+            tokens = self.feeding.valid_tokens([own_tokens(batch, self.mesh) for batch in host])
+        return StepBatches(ids, host, device, tokens, batches.consumed - consumed)
 
     def _step(self, batch: StepBatches) -> StepInfo:
         """Run forwards, backwards and the update. ``exchange`` has the numbers of every rank then."""
@@ -362,18 +354,10 @@ class Trainer:
         self.progress = replace(self.progress, checkpoint=str(path))
         self.callbacks.tell(Callback.saved, iteration, path, seconds)
 
-    def _export(self) -> None:
-        """Write the folder of --save-hf when the training is over, not when it stops before that."""
-        folder = self.config.checkpoint.save_hf
-        if folder is None or self.progress.iteration < self.length.last_iteration:
-            return
-        self.phase = "writing --save-hf"
-        self.saver.export(self.progress.checkpoint, folder)
-
     def _log(self, step: TrainedStep, rates: Mapping[str, float]) -> None:
         """Complete the iteration's line with what callbacks add, and hand it to them."""
-        vary, scale = self.lengths.settled > 1, self.scaling.metrics()
-        line = iteration_line(step, self.decoder.config, self.mesh, self.progress, rates, scale, vary)
+        scale = self.scaling.metrics()
+        line = iteration_line(step, self.decoder.config, self.mesh, self.progress, rates, scale)
         extra = self.callbacks.after_step(step, self.exchange.received, line.extra)
         self.callbacks.tell(Callback.logged, replace(line, extra=extra))
 

@@ -103,8 +103,6 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
 def _on_processors(config: RunConfig) -> dict[str, Any]:
     """Choose what runs on CPUs, in place of what runs on CUDA alone."""
     values: dict[str, Any] = {}
-    if config.training.optimizer_impl == "apex":
-        values["optimizer_impl"] = "auto"
     if config.training.attention_backend != "math":
         values["attention_backend"] = "auto"
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:
@@ -240,7 +238,7 @@ def _kinds(model: ModelConfig, layers: int) -> dict[str, Any]:
 def _rotary(m: ModelConfig, width: int, length: int) -> dict[str, Any]:
     """Keep on which side of the original length samples are, and as many divisors as there are pairs."""
     values: dict[str, Any] = {}
-    if m.rotary_scaling in ("dynamic", "longrope") and m.seq_length > m.rotary_original_max_position:
+    if m.rotary_scaling == "longrope" and m.seq_length > m.rotary_original_max_position:
         values["rotary_original_max_position"] = length // 2
     pairs = int(width * m.rotary_percent) // 2
     for name in ("rotary_short_factor", "rotary_long_factor"):
@@ -253,8 +251,7 @@ def _head_width(m: ModelConfig) -> int:
     """Return the width of a head, of which rotary positions turn whole pairs of elements."""
     part = m.rotary_percent if m.position_embedding_type == "rope" else 1.0
     turned = ((width, int(width * part)) for width in count(_small("kv_channels"), 2))
-    least = 4 if m.rotary_scaling == "dynamic" else 2
-    return next(width for width, channels in turned if channels >= least and channels % 2 == 0)
+    return next(width for width, channels in turned if channels >= 2 and channels % 2 == 0)
 
 
 def _vocabulary(m: ModelConfig, tp: int) -> dict[str, Any]:
@@ -313,8 +310,6 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         notes.append(
             f"norms have an epsilon of {QK_NORM_EPSILON:g}, with which small sizes are well-conditioned"
         )
-    if config.batch.rampup_seq_length:
-        notes.append("sequences have one length")
     if config.wire(world).codings:
         block = _small("zero_block_size")
         notes.append(f"quantised blocks have {block} elements, so that slices of small matrices hold several")

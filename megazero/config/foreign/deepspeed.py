@@ -195,8 +195,6 @@ def _convert(layer: Layer, row: Row, value: Any, said: Mapping[str, Any]) -> Non
     elif key in SET_ASIDE:
         if value:
             layer.notes.append(f"{where} is {row.text}")
-    elif key == "curriculum_learning":
-        _curriculum(layer, where, value)
     elif not isinstance(value, int) or isinstance(value, bool):
         layer.errors.append(f"{where} takes a whole number, got {value!r}")
     elif key == "gradient_accumulation_steps":
@@ -231,26 +229,6 @@ def _clip(layer: Layer, said: Mapping[str, Any]) -> None:
     layer.put(all_options()["clip_grad"], value, where)
     if "clip_grad" in layer.values:
         layer.final["clip_grad"] = DECIDES
-
-
-def _curriculum(layer: Layer, where: str, block: Any) -> None:
-    """Take over lengths that grow in equal steps, as DeepSpeed's CurriculumScheduler reads them."""
-    if not isinstance(block, dict):
-        layer.errors.append(f"{where} takes an object, got {block!r}")
-    if not isinstance(block, dict) or not _asks("curriculum_learning", block):
-        return
-    schedule = block.get("schedule_config")
-    schedule = schedule if isinstance(schedule, dict) else {}
-    ramp = [block.get("min_difficulty"), block.get("max_difficulty")]
-    ramp += [schedule.get("difficulty_step"), schedule.get("total_curriculum_step")]
-    kind = block.get("curriculum_type", "seqlen"), block.get("schedule_type")
-    if kind == ("seqlen", "fixed_linear") and None not in ramp:
-        layer.put(all_options()["rampup_seq_length"], [_whole(key) for key in ramp], where)
-    else:
-        layer.errors.append(
-            f"{where}: of curricula only curriculum_type seqlen with schedule_type fixed_linear is built; it needs "
-            "min_difficulty, max_difficulty, and schedule_config's total_curriculum_step and difficulty_step"
-        )
 
 
 def _loss_scale(layer: Layer, said: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from megazero.config.options.fields import show, typed
 from megazero.config.read.completion import Completed, Known, Values, set_since
 from megazero.config.run import all_options
 from megazero.config.schedule.batch_sizes import BatchSizeRampup, ramp_fault
-from megazero.config.schedule.sequence_lengths import SequenceLengths, growth_fault
 
 # Decided with the architecture, which a checkpoint may say.
 WITH_MODEL = UNFUSED_GELU, EXPERT_TENSORS = ("no_bias_gelu_fusion", "expert_tensor_parallel_size")
@@ -30,7 +29,7 @@ DERIVED = (
 # The options that they are made of, or replace.
 MADE_OF = (
     *("hidden_size", "ffn_hidden_size", "sliding_window", "seq_length", "global_batch_size"),
-    *("rampup_batch_size", "rampup_seq_length", "lr_warmup_fraction"),
+    *("rampup_batch_size", "lr_warmup_fraction"),
     *(
         f"{name}_{u}"
         for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
@@ -93,8 +92,6 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
         yield "--train-tokens needs --global-batch-size: the run ends with the batch that reaches them"
     if "lr_warmup_tokens" in tokens and "lr_decay_tokens" not in tokens:
         yield "--lr-warmup-tokens needs --lr-decay-tokens; or use --lr-warmup-samples"
-    if "lr_decay_tokens" in tokens and values.get("rampup_seq_length"):
-        yield "--lr-decay-tokens with lengths that grow (--rampup-seq-length): use --lr-decay-samples"
     if values.get("train_iters") and (values.get("rampup_batch_size") or not values.get("global_batch_size")):
         yield (
             "lengths in tokens with --train-iters need one --global-batch-size, without --rampup-batch-size; use "
@@ -111,11 +108,7 @@ def _sizes(values: dict[str, Any], batch: int) -> BatchSizeRampup:
 
 def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
     """Set the lengths in samples, of whole samples: rounded up for the length of the run, else down."""
-    length, batch, grows = (
-        values["seq_length"],
-        values.get("global_batch_size") or 1,
-        values.get("rampup_seq_length"),
-    )
+    length, batch = values["seq_length"], values.get("global_batch_size") or 1
     if values.get("train_iters"):
         for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay"):
             count = values.pop(f"{name}_iters", None)
@@ -128,9 +121,6 @@ def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
             values["lr_decay_samples"] = given
         # The run ends with the last whole batch within --train-samples: the one that reaches the tokens.
         end = _sizes(values, batch).reaching(wanted)
-        if grows and not growth_fault(grows):  # else it is reported elsewhere
-            lengths = SequenceLengths(length, grows)
-            end = lengths.samples_reaching(tokens["train_tokens"], _sizes(values, batch))
         values["train_samples"] = min(given, end) if given else end
     if "lr_decay_tokens" in tokens:
         values["lr_decay_samples"] = max(1, tokens["lr_decay_tokens"] // length)

@@ -96,7 +96,6 @@ def over_nodes(config: RunConfig, world: World) -> Iterator[str]:
         yield problem
     elif keys > levels(parallel, config.model)[1] == 1:
         yield from _lengths(config, keys)
-        yield from ramped(config, keys)
         yield from backend(config, keys)
     elif parallel.cp_gather_bits and comm_type(parallel) != SWAP and not config.gathered_keys(world):
         yield (
@@ -119,19 +118,6 @@ def _lengths(config: RunConfig, keys: int) -> Iterator[str]:
         of_ranks = size * (tp if parallel.sequence_parallel else 1)
         words = f"2 x {words} (ranks that gather keys have two chunks each)" if whole > of_ranks else words
         yield f"--seq-length {length} does not divide by {words}; nearest: {multiples_around(length, whole)}"
-
-
-def ramped(config: RunConfig, keys: int) -> Iterator[str]:
-    """Report a length of a ramp that the ranks cannot share."""
-    whole, ramp = parts(config.parallel, keys), config.batch.rampup_seq_length
-    lengths = (ramp[2], min(ramp[1], config.model.seq_length)) if ramp else ()
-    odd = next((each for each in lengths if each % whole), None)
-    if odd is not None:
-        yield (
-            f"{odd} tokens of a sample do not divide by the {whole} parts that ranks cut a sequence into "
-            "(--context-parallel-size, twice as many where they gather keys, and tensor-parallel ranks with "
-            f"--sequence-parallel); nearest: {multiples_around(odd, whole)}"
-        )
 
 
 def backend(config: RunConfig, keys: int) -> Iterator[str]:

@@ -48,8 +48,6 @@ def _rotary_scaling(model: ModelConfig) -> Iterator[str]:
         )
     if kind == "yarn" and model.rotary_base <= 1:
         yield f"--rotary-base {model.rotary_base:g} must be above 1 with --rotary-scaling yarn; usual: 10000"
-    if kind == "dynamic" and pairs < 2:
-        yield f"--rotary-scaling dynamic needs 4 rotary channels at least, these heads have {2 * pairs}"
     for option in ("rotary_short_factor", "rotary_long_factor") if kind == "longrope" else ():
         flag, factors = f"--{option.replace('_', '-')}", getattr(model, option) or ()
         if len(factors) != pairs:

@@ -59,7 +59,7 @@ class ModelConfig(MixerOptions):
     rotary_scaling: str = option(
         "none",
         "scaling of rotary frequencies for long contexts",
-        choices=("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
+        choices=("none", "linear", "llama3", "yarn", "longrope"),
         consts={"use-rope-scaling": "llama3"},
     )
     rotary_scaling_factor: float = option(
@@ -67,13 +67,13 @@ class ModelConfig(MixerOptions):
         "factor of --rotary-scaling (default with yarn: 1, as in Megatron)",
         above=0,
         aliases=("rope-scaling-factor",),
-        needs="rotary_scaling = linear|dynamic|llama3|yarn|longrope",
+        needs="rotary_scaling = linear|llama3|yarn|longrope",
     )
     rotary_original_max_position: int = option(
         8192,
-        "dynamic, llama3, yarn, longrope: context length before scaling (default with yarn: 4096, as in Megatron)",
+        "llama3, yarn, longrope: context length before scaling (default with yarn: 4096, as in Megatron)",
         low=2,
-        needs="rotary_scaling = dynamic|llama3|yarn|longrope",
+        needs="rotary_scaling = llama3|yarn|longrope",
     )
     rotary_attention_factor: float | None = option(
         None,

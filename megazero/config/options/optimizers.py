@@ -54,7 +54,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 "auto": "megazero.zero.elementwise:best_adamw",
                 "torch": "megazero.zero.elementwise:fused_adamw",
                 "triton": "megazero.zero.elementwise:OnePassAdamW",
-                "apex": "megazero.train.nvidia_apex:fused_adam",
             },
             {
                 "lr": "lr",

@@ -336,12 +336,6 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
-    rampup_seq_length: tuple[int, ...] | None = option(
-        None,
-        "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
-        "equal steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
-        small=SHORT,
-    )
     elastic: bool = option(False, "keep the global batch on other numbers of ranks, by a smaller micro-batch")
 
     def samples_per_step(self, data_parallel: int) -> int:
@@ -426,12 +420,9 @@ class TrainingConfig:
     )
     optimizer_impl: str = option(
         "auto",
-        "implementation of AdamW's update: torch's fused step; triton, one pass over memory; or "
-        "NVIDIA's apex. auto: triton on CUDA if it is there (torch in fp64), else torch",
+        "implementation of AdamW's update: torch's fused step; triton, one pass over memory. auto: triton on CUDA if "
+        "it is there (torch in fp64), else torch",
         choices=IMPLEMENTATIONS,
-    )
-    norm_impl: str = option(
-        "torch", "norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex"), small="torch"
     )
     device: str = option(
         "auto", "device; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda"), small="cpu"
@@ -538,9 +529,6 @@ class CheckpointConfig:
         strict=True,
         needs="loads_hugging_face: --load hf:DIR",
     )
-    save_hf: str | None = option(
-        None, "Hugging Face folder to write at the end, by all ranks from the last checkpoint", strict=True
-    )
     allow_fresh_start: bool = option(
         False,
         "start from random weights where --load, another folder than --save, holds no checkpoint",
@@ -563,21 +551,6 @@ class CheckpointConfig:
     )
     save_retry_minutes: float = option(
         10.0, "how long a save is retried after the storage's first refusal; 0: not at all", low=0
-    )
-    save_copy: str | None = option(
-        None,
-        "second folder: checkpoints are copied there in the background, checked, and load like any other; a failed "
-        "copy does not end the run, and the next checkpoint makes up for it",
-    )
-    save_copy_interval: int | None = option(
-        None,
-        "iterations between checkpoints that are copied (the first at or after each multiple, and the run's last; "
-        "default: every one)",
-        low=1,
-        needs=("save_interval > 0", "save_copy"),
-    )
-    save_copy_keep_last: int | None = option(
-        None, "how many of the newest copies to keep (default: all)", low=1, needs="save_copy"
     )
     async_save: bool = option(
         False,

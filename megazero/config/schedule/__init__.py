@@ -1,1 +1,1 @@
-"""What follows from how far a run has come: batch sizes and sequence lengths, as pure functions."""
+"""What follows from how far a run has come: batch sizes, as pure functions."""

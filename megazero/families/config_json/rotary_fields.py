@@ -13,7 +13,6 @@ _ORIGINAL = {"rotary_original_max_position": "original_max_position_embeddings"}
 _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "linear": _FACTOR,
-    "dynamic": _FACTOR,
     "llama3": {
         **_FACTOR,
         "rotary_low_freq_factor": "low_freq_factor",
@@ -70,13 +69,8 @@ def _scaling(kind: str, config: Config, rope: Config) -> dict[str, Any]:
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *there.values()}
     errors = [f"{name} = {rope[name]!r} is not known" for name in rope.keys() - known if rope[name]]
     errors += [f"{f} is missing" for n, f in there.items() if values[n] is None and f not in _ABSENT]
-    if kind == "dynamic" and _LENGTH not in config:
-        errors.append(f"{_LENGTH} is missing")
     if errors:
         raise ValueError(f"rotary positions of type {kind}: {', '.join(errors)}")
-    if kind == "dynamic":  # there it is the length from which on frequencies change, and no longest one
-        longest = int(values["rotary_scaling_factor"] * config[_LENGTH])
-        values |= {"rotary_original_max_position": config[_LENGTH], "max_position_embeddings": longest}
     return {n: tuple(map(float, value)) if isinstance(value, list) else value for n, value in values.items()}
 
 
@@ -102,8 +96,6 @@ def _written_scaling(options: Any) -> dict[str, Any]:
     values = {field: value for field, value in values.items() if value is not None and field not in unused}
     values = {field: list(v) if isinstance(v, tuple) else v for field, v in values.items()}
     fields = {"rope_scaling": {"rope_type": kind, **values}}
-    if kind == "dynamic":
-        fields[_LENGTH] = original
     if kind == "longrope":  # transformers 4 computes the factor from these
         fields |= {_ORIGINAL_LENGTH: original, _LENGTH: round(options.rotary_scaling_factor * original)}
     return fields

@@ -65,10 +65,6 @@ class Feeding:
             for name, tensor in batch.items()
         }
 
-    def cut(self, batch: Batch, length: int) -> Batch:
-        """Return this rank's part of the first ``length`` tokens of every sample."""
-        return own_tokens({name: tensor[:, :length] for name, tensor in batch.items()}, self.mesh)
-
     def valid_tokens(self, step: Sequence[Batch]) -> tuple[float, ...]:
         """Return how many tokens of the global batch count in the loss, of each outer replica, at least 1 of each.
         Collective if masked.

@@ -23,11 +23,8 @@ from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement, Places
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
-from megazero.convert.export import CONVERSION_FILE, converted_from, finish, refuse_existing, write_folder
 from megazero.convert.importing import Published, fill
-from megazero.convert.source import Source
-from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
-from megazero.data.tokenizer_files import held_flags, load_run_tokenizer, tokenizer_options
+from megazero.data.tokenizer_files import held_flags
 from megazero.mesh.mesh import Mesh, world_group
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
@@ -112,15 +109,15 @@ class Checkpointing:
         return store.completed(self.saving(progress, None, store.Retry()), world_group())
 
     def saving(
-        self, progress: Progress, staging: store.Staging | None, retry: store.Retry, busy: Path | None = None
+        self, progress: Progress, staging: store.Staging | None, retry: store.Retry
     ) -> Generator[store.Part, None, Path]:
         """Write SAVE/iter_<iteration>, yielding the parts that are this rank's own work. Collective.
 
-        staging: where a copy is taken, which is then written. retry: how to try again if the storage refuses. busy: a
-        checkpoint not to delete. Older ones stay until this one is complete.
+        staging: where a copy is taken, which is then written. retry: how to try again if the storage refuses. Older
+        checkpoints stay until this one is complete.
         """
         options = self.config.checkpoint
-        retention = store.Retention(options.save_keep_last, options.save_retain_interval, busy)
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval)
         # A run that resumed from an older checkpoint writes its iterations again.
         return store.saving(
             self.root,
@@ -193,7 +190,7 @@ class Checkpointing:
 
     @property
     def root(self) -> str:
-        """The folder of --save, without which nothing is saved or exported."""
+        """The folder of --save, without which nothing is saved."""
         assert self.config.checkpoint.save is not None
         return self.config.checkpoint.save
 
@@ -292,38 +289,6 @@ class Checkpointing:
         doing = f"'{published.folder.path}' not loaded"
         agree(world_group(), doing, lambda: fill(published, records, (MASTER, WEIGHTS)))
         self.engine.invalidate()
-
-    def try_exporting(self, folder: Path) -> tuple[str, ...]:
-        """Make the tokenizer of --save-hf, and prove it, as when the run ends. Collective. Returns notes.
-
-        Raises CheckpointError on every rank if that fails, or if the folder is there and no run's export.
-        """
-        data = self.config.data
-
-        def make() -> tuple[str, ...]:
-            if self.mesh.rank:
-                return ()
-            if not (folder / CONVERSION_FILE).is_file():
-                refuse_existing(folder)
-            vocabulary, kind = self.config.model.vocabulary, data.tokenizer_type or "NullTokenizer"
-            named = tokenizer_options(vars(data))
-            known = load_run_tokenizer({**named, "tokenizer_type": kind, "vocab_size": vocabulary}, {}, {})
-            note = hub_tokenizer(RunTokenizer(kind, known, self.tokenizer.files)).note
-            return (f"--save-hf {folder}: {note}",) if note else ()
-
-        return agree(world_group(), f"--save-hf {folder}: this run could not be exported", make)[0]
-
-    def export(self, checkpoint: Path, folder: Path) -> Path | None:
-        """Write the ``folder`` of --save-hf from a checkpoint, which --save need not hold. Returns it. Collective.
-
-        It returns None if the folder exists, which a run that had ended before finds.
-        """
-        source = Source(checkpoint)
-        there = agree(world_group(), "--save-hf", lambda: converted_from(folder, source))
-        if there[0]:
-            return None
-        partial_folder = write_folder(source, folder, group=world_group())
-        return finish(partial_folder, world_group())
 
     def _moments(self, stored: Collection[str], path: Path) -> list[str]:
         # From every rank: one that holds no slice has no state of its own, and must decide as the others do.

@@ -87,8 +87,7 @@ def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
     holds checkpoints of another run.
     """
     origin = _find(config, mesh)
-    for flag in ("save", "save_copy"):
-        _refuse_another_runs_folder(config, flag, mesh, origin.progress.run_id)
+    _refuse_another_runs_folder(config, mesh, origin.progress.run_id)
     return origin
 
 
@@ -116,7 +115,6 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     notes = (
         *_gone_on(options, chosen),
         *_passed_over(damaged),
-        *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
         *_changed_replicas(config.outer, mesh.grid.outer, saved),
         *_changed_order(config, saved.manifest.configuration),
@@ -204,7 +202,7 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
     """
     found = list(_passed_over(damaged)) + _of_first_rank(
         mesh,
-        lambda: [*_incomplete(Path(load)), *_elsewhere(Path(load)), *_copies(options), *_foreign(Path(load))],
+        lambda: [*_incomplete(Path(load)), *_elsewhere(Path(load)), *_foreign(Path(load))],
     )
     if found:
         raise store.CheckpointError(f"--load {load} holds no complete checkpoint; {'; '.join(found)}")
@@ -221,28 +219,24 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
     )
 
 
-def _refuse_another_runs_folder(config: RunConfig, flag: str, mesh: Mesh, run_id: str) -> None:
+def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> None:
     """Refuse to save in a folder with checkpoints of another run, which this one would overwrite and prune."""
-    save = getattr(config.checkpoint, flag)
+    save = config.checkpoint.save
     if save is None:
         return
 
     def held() -> tuple[Path, str] | None:
-        try:
-            for path in reversed(store.checkpoints(save)):
-                with suppress(store.CheckpointError):  # damaged: the one before tells
-                    return path, store.read_state(path)["run_id"]
-        except OSError:
-            if flag == "save":
-                raise  # the second folder may fail: a run goes on without
+        for path in reversed(store.checkpoints(save)):
+            with suppress(store.CheckpointError):  # damaged: the one before tells
+                return path, store.read_state(path)["run_id"]
         return None
 
     found = _of_first_rank(mesh, held)
     if found is None or run_id and found[1] == run_id:
         return
     raise store.CheckpointError(
-        f"--{flag.replace('_', '-')} {save} holds checkpoints of another run, up to '{found[0].name}': continue that "
-        f"run with --load {save}, or save to another folder"
+        f"--save {save} holds checkpoints of another run, up to '{found[0].name}': continue that run with --load "
+        f"{save}, or save to another folder"
     )
 
 
@@ -325,13 +319,6 @@ def _passed_over(damaged: Damaged) -> Iterator[str]:
     """Yield what is wrong with each checkpoint that was passed over as damaged."""
     for path, why in damaged.items():
         yield f"{path.name} was left out: {why}"
-
-
-def _copies(options: CheckpointConfig, after: int = -1) -> Iterator[str]:
-    """Yield where the newest copy lies (--save-copy), if it is of a step above ``after``."""
-    newest = options.save_copy and store.latest(options.save_copy)
-    if newest and store.read_manifest(newest).step > after:
-        yield f"a copy lies at {newest}: --load {options.save_copy} goes on from it"
 
 
 def _foreign(root: Path) -> Iterator[str]:

@@ -31,19 +31,6 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Started:
-    """A start of the run with other flags than the one before it.
-
-    iteration: the last one that was done. options: by name, in JSON types, those that are not at their default.
-    rounded: what was sent in fewer bits, in words, or "".
-    """
-
-    iteration: int
-    options: Mapping[str, Any]
-    rounded: str = ""
-
-
-@dataclass(frozen=True)
 class Progress:
     """How far training has come.
 
@@ -52,10 +39,9 @@ class Progress:
     0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
-    the last one. tokens: those it was trained on, without those of iterations left out and those that growing lengths
-    drop. base: the model whose weights the run began with, or "" for random ones. license: that model's, as model
-    cards have it. starts: those whose flags changed. source: where the source of samples stands (data/source.py:
-    SampleSource.state); None: it is the number of consumed samples.
+    the last one. tokens: those it was trained on, without those of iterations left out. base: the model whose weights
+    the run began with, or "" for random ones. license: that model's, as model cards have it. source: where the source
+    of samples stands (data/source.py: SampleSource.state); None: it is the number of consumed samples.
     """
 
     iteration: int = 0
@@ -70,7 +56,6 @@ class Progress:
     tokens: int = 0
     base: str = ""
     license: Mapping[str, str] = field(default_factory=dict)
-    starts: tuple[Started, ...] = ()
     source: Any = None
 
     def state(self) -> dict[str, Any]:
@@ -87,15 +72,7 @@ class Progress:
             "tokens": self.tokens,
             "base": self.base,
             "license": dict(self.license),
-            "starts": [asdict(each) for each in self.starts],
         }
-
-    def started(self, options: Mapping[str, Any], rounded: str) -> Self:
-        """Return the progress of a run that starts now with these options; one like the last leaves no trace."""
-        now = Started(self.iteration, options, rounded)
-        if self.starts and replace(self.starts[-1], iteration=self.iteration) == now:
-            return self
-        return replace(self, starts=(*self.starts, now))
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], checkpoint: str, seq_length: int) -> Self:
@@ -122,7 +99,6 @@ class Progress:
             tokens=state.get("tokens", trained * seq_length),
             base=state.get("base", state.get("imported", NOT_RECORDED)),
             license=state.get("license", {}),
-            starts=tuple(Started(**each) for each in state.get("starts", ())),
         )
 
 

@@ -12,14 +12,11 @@ for its next attempt, because memory holds something newer. When the training en
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator
-from functools import partial
 from pathlib import Path
 
 from megazero.checkpoint import store
-from megazero.checkpoint.copying import Copier
 from megazero.log.console import TrainConsole
 from megazero.mesh.mesh import world_group
 from megazero.train.state.checkpointing import Checkpointing
@@ -48,18 +45,6 @@ class Saver:
         self._parts: Generator[store.Part, None, Path] | None = None
         self._part: store.Part | None = None
         self._began, self._iteration = 0.0, 0
-        self._copier: Copier | None = None
-        self._root = os.path.realpath(options.save or "")
-        if options.save_copy is not None:
-            self._copier = Copier(
-                Path(options.save_copy),
-                options.save_copy_interval or 1,
-                store.Retention(options.save_copy_keep_last),
-                lambda text, bad: console.warning(text) if bad else console.note(text),
-                limit_s,
-                world_group(),
-                partial(checkpointing.guard, options.save_copy),
-            )
 
     def save(self, progress: Progress) -> None:
         """Save, or begin to. Collective.
@@ -71,8 +56,7 @@ class Saver:
             self._console.warning(f"iteration {progress.iteration} is saved instead of {self._iteration}")
             self._retry.pause_s = 0.0
         self._began, self._iteration = time.perf_counter(), progress.iteration
-        busy = None if self._copier is None else self._copier.busy
-        self._parts = self._checkpointing.saving(progress, self._staging, self._retry, busy)
+        self._parts = self._checkpointing.saving(progress, self._staging, self._retry)
         self.go_on()
         if self._staging is None:
             self.wait()
@@ -100,7 +84,7 @@ class Saver:
         try:
             self._part = next(self._parts)
         except StopIteration as end:
-            self._complete(end.value)
+            self._saved(self._iteration, end.value, time.perf_counter() - self._began)
         else:
             self._part.start()
 
@@ -112,22 +96,3 @@ class Saver:
         while self._part is not None and not (replacing and self._part.pause):
             self._part.wait_for_all(world_group(), self._limit_s)
             self.go_on()
-
-    def copy(self, path: str, last: bool = False) -> None:
-        """Copy the checkpoint, '' for none, to --save-copy if it is due, behind the training. Collective.
-
-        last: of the run; it is waited for.
-        """
-        if self._copier is not None and path and os.path.realpath(Path(path).parent) == self._root:
-            self._copier.finish(Path(path)) if last else self._copier.offer(Path(path))
-
-    def export(self, checkpoint: str, folder: str) -> None:
-        """Write the folder of --save-hf from a checkpoint. Collective."""
-        began = time.perf_counter()
-        written = self._checkpointing.export(Path(checkpoint), Path(folder))
-        seconds = time.perf_counter() - began
-        self._console.note(f"wrote {written} in {seconds:.1f} s" if written else "--save-hf is there already")
-
-    def _complete(self, path: Path) -> None:
-        self._saved(self._iteration, path, time.perf_counter() - self._began)
-        self.copy(str(path))

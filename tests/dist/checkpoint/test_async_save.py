@@ -73,10 +73,9 @@ def test_a_stop_and_the_end_wait_for_what_is_written(tmp_path: Path) -> None:
     stop = {**run, "save_interval": 100, "exit_interval": 3}
     run_ranks(2, with_writes, stop, slowly, timeout=300)
     assert os.listdir(tmp_path / "run") == ["iter_0000003"] and store.latest(tmp_path / "run") is not None
-    go_on = {**run, "save_interval": 2, "load": str(tmp_path / "run"), "save_hf": str(tmp_path / "hf")}
+    go_on = {**run, "save_interval": 2, "load": str(tmp_path / "run")}
     run_ranks(2, with_writes, go_on, slowly, timeout=300)
     assert sorted(os.listdir(tmp_path / "run")) == [f"iter_{step:07d}" for step in (3, 4, 6)]
-    assert (tmp_path / "hf" / "config.json").is_file()
 
 
 @pytest.mark.first(1)

@@ -134,24 +134,6 @@ def export(path, folder):
     return weights_digest(finish(write_folder(Source(path), folder, shard_bytes=20_000)))
 
 
-def test_save_hf_writes_the_last_checkpoint(folders, tmp_path):
-    values = {"load": f"hf:{folders['llama']}", **ZERO3, "save": str(tmp_path / "run"), "save_interval": 1}
-    values |= {"save_hf": str(tmp_path / "out"), "log_dir": str(tmp_path / "logs")}
-    run_ranks(4, train, values, timeout=120)
-    last = store.latest(tmp_path / "run")
-    assert last.name == "iter_0000002"
-    assert weights_digest(finish(write_folder(Source(last), tmp_path / "alone"))) == weights_digest(
-        tmp_path / "out"
-    )
-    before = weights_digest(tmp_path / "out")
-    run_ranks(4, train, {**values, "load": str(tmp_path / "run"), **model_of(folders)}, timeout=120)
-    assert (
-        weights_digest(tmp_path / "out") == before
-    )  # the run is over: nothing is left to do, or to be harmed
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| iteration | 2 |" in card and "| training loss | not recorded |" not in card
-
-
 def model_of(folders):
     """The model's flags, for a run that continues the checkpoint."""
     from megazero.convert.card import run_options
@@ -186,5 +168,3 @@ def test_flags_that_are_another_model_are_errors_at_once(folders):
     assert any("--rotary-base 500000 replaces --rotary-base 10000" in note for note in longer.notes)
     with refused("/nowhere/config.json", by=ConfigError):
         begun(make_config({**RUN, "load": "hf:/nowhere"}))
-    with refused("--save-hf", "--save", by=ConfigError):
-        begun(make_config({**RUN, "load": f"hf:{folders['llama']}", "save_hf": "out"}))

@@ -9,6 +9,7 @@ import pytest
 
 from megazero.log.metrics import read_metrics
 from tests.dist.runs import samples, train_each, write_data
+from tests.sizes import TINY
 
 EOD = 50  # NullTokenizer's is its --vocab-size
 # Documents end within samples, so that shards have unlike masks.
@@ -19,14 +20,13 @@ MASKED = {
     "tokenizer_type": "NullTokenizer",
     "vocab_size": EOD,
 }
-EQUAL = ("iteration", "consumed_samples", "batch_size", "learning_rate", "seq_length")
+EQUAL = ("iteration", "consumed_samples", "batch_size", "learning_rate")
 
 
 def base(tmp_path: Path, **more: Any) -> dict[str, Any]:
     data = write_data(tmp_path / "data", end=EOD)
     values = {"mock_data": None, "data_path": (data,), "split": "80,20,0", **MASKED}
-    # Samples of 8 tokens, then of 12.
-    values |= {"rampup_seq_length": (8, 12, 4, 4), "eval_iters": 2, "eval_interval": 2, "train_iters": 6}
+    values |= {"eval_iters": 2, "eval_interval": 2, "train_iters": 6}
     return values | more
 
 
@@ -54,7 +54,7 @@ def check(
         assert len({tuple(line[key] for line in curve) for curve in curves}) == 1, key
     for curve in curves:
         for line in curve:  # tokens of the global batch, once
-            tokens = line["batch_size"] * line["seq_length"]
+            tokens = line["batch_size"] * TINY["seq_length"]
             assert line["tokens_per_s"] * line["iteration_time_s"] == pytest.approx(tokens)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from megazero import files
-from megazero.calibrate import node_check
 from megazero.config import World, make_config
 from megazero.ops import health_probes
 from megazero.ops.health import Storage, Unhealthy, check_health
@@ -29,19 +27,18 @@ BAD_NODE = f"n{BAD}"
 
 def check(save: Path, plant: Callable[[], None] | None = None, size: int = 1) -> str:
     """The notes of a check in this rank, or what it refuses. plant: what makes rank BAD bad."""
-    kept = (health_probes.multiplies, dist.send, files.SEEN_S)
+    kept = (health_probes.multiplies, files.SEEN_S)
     files.SEEN_S = 1.0
     rank = dist.get_rank()
     if rank == BAD and plant is not None:
         plant()
     elsewhere = save.with_name("elsewhere") if plant is see_another_folder and rank == BAD else save
     try:
-        nodes, notes = check_health(f"n{rank}", torch.device("cpu"), Storage(elsewhere, size, 2))
-        return "\n".join((*notes, node_check.check_links(nodes, 1, torch.device("cpu"))))
+        return "\n".join(check_health(f"n{rank}", torch.device("cpu"), Storage(elsewhere, size, 2)))
     except Unhealthy as error:
         return f"{error.exit_status.name} {error}"
     finally:
-        health_probes.multiplies, dist.send, files.SEEN_S = kept
+        health_probes.multiplies, files.SEEN_S = kept
 
 
 def multiply_wrongly() -> None:
@@ -52,25 +49,19 @@ def see_another_folder() -> None:
     """Nothing to change: see ``check``."""
 
 
-def send_slowly() -> None:
-    send = dist.send
-    dist.send = lambda *args, **options: (time.sleep(0.3), send(*args, **options))
-
-
 def check_each(save: Path) -> list[str]:
-    faults = (None, multiply_wrongly, see_another_folder, send_slowly)
+    faults = (None, multiply_wrongly, see_another_folder)
     return [*(check(save, plant) for plant in faults), check(save, size=10**18)]
 
 
 @pytest.mark.slow
 def test_faults_are_named_with_their_node_on_every_rank(tmp_path: Path) -> None:
     every = run_ranks(RANKS, check_each, tmp_path / "deep" / "save")
-    well, wrong, elsewhere, slow, full = every[0]
-    names(well, "health check of 4 ranks on 4 nodes", "links: gathers across nodes", "pairs of nodes")
+    well, wrong, elsewhere, full = every[0]
+    names(well, "health check of 4 ranks on 4 nodes")
     bad = f"RANK_LOST health check: {BAD_NODE}:", f"--exclude={BAD_NODE}"
     names(wrong, *bad, f"rank {BAD}", "product")
     names(elsewhere, *bad, f"rank {BAD}", "does not see the file")
-    names(slow, *bad, "neighbours")
     names(full, "STORAGE", "--save", "GiB more")
     assert "--exclude" not in full
     refusals = [rank[1:] for rank in every]

@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,6 @@ import torch
 
 from megazero import files
 from megazero.checkpoint import directory, image, manifest, saving, store
-from megazero.checkpoint.copying import Copier
 from megazero.checkpoint.directory import Retention, in_the_way, leftovers, retain
 from megazero.checkpoint.errors import CheckpointError, SaveError, error_number
 from megazero.checkpoint.placement import Placement
@@ -252,20 +251,16 @@ def flip(file: Path) -> None:
 
 
 def test_nothing_starts_from_random_weights_where_all_are_damaged(tmp_path: Path) -> None:
-    save, copy = tmp_path / "save", tmp_path / "copy"
-    said = {**TINY, "save": str(save), "load": str(save), "save_interval": 1, "save_copy": str(copy)}
+    save, other = tmp_path / "save", tmp_path / "other"
+    said = {**TINY, "save": str(save), "load": str(save), "save_interval": 1}
     assert find_origin(make_config(said), FIRST).saved is None
-    store.save(copy, snapshot(1))
-    with pytest.raises(CheckpointError, match=f"a copy lies at {copy}/iter_0000001: --load {copy} goes on"):
-        find_origin(make_config(said), FIRST)
-    assert find_origin(make_config({**said, "load": str(copy)}), FIRST).progress.iteration == 1
     store.save(save, snapshot(2))
+    store.save(other, snapshot(3, run="b"))
+    with refused(f"--save {other} holds checkpoints of another run", by=CheckpointError):
+        find_origin(make_config({**said, "save": str(other)}), FIRST)
     flip(save / "iter_0000002" / "state.json")
     with refused("iter_0000002", "state.json", by=CheckpointError):
         find_origin(make_config(said), FIRST)
-    store.save(copy, snapshot(3, run="b"))
-    with refused("--save-copy", by=CheckpointError):
-        find_origin(make_config({**said, "load": str(copy / "iter_0000001")}), FIRST)
 
 
 def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path, faults: Faults) -> None:
@@ -313,75 +308,7 @@ def test_what_lies_in_the_way_is_refused_at_the_start(tmp_path: Path, kind: str)
     assert in_the_way(tmp_path, 1, 4) == in_the_way(tmp_path, 5, 9) == []
 
 
-# -- copies ----------------------------------------------------------------------------------------------
-
-
-def copier(root: Path, said: list[str], interval: int = 1, keep: int | None = None) -> Copier:
-    return Copier(root, interval, Retention(keep), lambda text, bad: said.append(text), 60.0)
-
-
-def wait(copies: Copier) -> None:
-    copies._part.wait_for_all(None, 60)
-
-
-@pytest.mark.slow
-def test_every_nth_checkpoint_is_copied_checked_and_pruned_apart(tmp_path: Path) -> None:
-    said, save, copy = list[str](), tmp_path / "save", tmp_path / "copy"
-    copies = copier(copy, said, interval=4, keep=2)
-    for step in range(1, 15, 3):  # 1, 4, 7, 10, 13
-        copies.offer(store.save(save, snapshot(step)))
-        wait(copies)
-    assert [path.name for path in store.checkpoints(copy)] == ["iter_0000010", "iter_0000013"]
-    assert len(said) == 4 and "copied iter_0000004 to " in said[1]
-    assert value(store.latest(copy)) == 13 and store.verify(copy / "iter_0000013").step == 13
-    back = store.save(save, snapshot(11))  # after a way back
-    copies.offer(back)
-    wait(copies)
-    assert value(store.latest(copy)) == 11
-    copies.finish(store.save(save, snapshot(14)))
-    assert value(store.latest(copy)) == 14 and len(store.checkpoints(save)) == 7
-
-
-def test_a_copy_that_fails_ends_nothing_and_is_made_up_for(
-    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said, save, copy = list[str](), tmp_path / "save", tmp_path / "copy"
-    copies = copier(copy, said, interval=4)
-    first = store.save(save, snapshot(4))
-    for spoil in (lambda: faults.arm(copy, errno.ENOSPC, 4), lambda: flip(first / "__0_0.distcp")):
-        spoil()
-        copies.offer(first)
-        wait(copies)
-        faults.folder = ""
-        assert not store.checkpoints(copy) and not leftovers(copy)
-    assert "No space left" in said[0] and "The next checkpoint will be" in said[0] and "damaged" in said[1]
-    good = image.copy_file
-    monkeypatch.setattr("megazero.checkpoint.copying.copy_file", lambda *given: spoiled(good, *given))
-    second = store.save(save, snapshot(5))
-    copies.offer(second)
-    wait(copies)
-    assert "read back, has checksum" in said[2]
-    monkeypatch.undo()
-    copies.offer(second)
-    wait(copies)
-    assert value(store.latest(copy)) == 5  # although 5 is no multiple of 4
-
-
-def spoiled(copy: Callable[..., Any], source: Path, target: Path, tick: Any) -> Any:
-    read, back = copy(source, target, tick)
-    return read, type(back)(back.size, back.crc32 ^ 1)
-
-
 def test_options_that_contradict_each_other() -> None:
-    wrong = {"save_copy_interval": 3, "save_copy": "a/../s", "save_retry_minutes": -1}
-    with refused(
-        "--save-copy-interval 3", "nearest: 2 or 4", "--save-copy a/../s", "--save-retry-minutes -1"
-    ):
+    wrong = {"save_retain_interval": 3, "save_retry_minutes": -1}
+    with refused("--save-retain-interval 3", "nearest: 2 or 4", "--save-retry-minutes -1"):
         make_config({**TINY, "save": "s", "save_interval": 2, **wrong})
-
-
-def test_what_is_being_copied_is_not_deleted(tmp_path: Path) -> None:
-    first, _, last = (store.save(tmp_path, snapshot(step)) for step in (1, 2, 3))
-    for busy, kept in ((first, [first, last]), (None, [last])):
-        retain(tmp_path, last, Retention(1, busy=busy))
-        assert store.checkpoints(tmp_path) == kept

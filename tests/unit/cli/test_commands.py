@@ -43,13 +43,6 @@ def test_an_unknown_word_names_the_nearest(
     assert f"megazero {' '.join(words)} does not exist; nearest: megazero {near}\n" in capsys.readouterr().err
 
 
-def test_profile_is_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--profile-rounds", "1", "--profile_fresh", "--profile-ranks", "0"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("megazero profile is now megazero calibrate")
-    assert "--calibrate-rounds 1 must be at least 3" in said and "does not exist" not in said
-
-
 @pytest.mark.parametrize("script, command", SCRIPTS.items())
 def test_scripts_call_commands(script: str, command: str) -> None:
     """Scripts written for Megatron name these files: each has the command's help and nothing of its own."""

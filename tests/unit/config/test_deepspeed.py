@@ -1,14 +1,9 @@
 """DeepSpeed files: what their keys mean, what they refuse, who wins."""
 
-import math
-
 import pytest
 
 from megazero.config import ConfigError, parse
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
-from megazero.config.schedule.sequence_lengths import SequenceLengths
 from megazero.mesh.levels import INTER
-from tests.messages import refused
 from tests.unit.config.command_lines import WORLD, base_without, deepspeed, errors, run
 
 
@@ -70,7 +65,7 @@ def test_deepspeed_faults(tmp_path):
         "fp16.initial_scale_power takes a whole number from 0 to 127, got 0.5",
         "--hysteresis 0 must be at least 1",
         "fp16.consecutive_hysteresis is not supported",
-        "curriculum_learning: of curricula only curriculum_type seqlen with schedule_type fixed_linear",
+        "curriculum_learning is not supported: ",
         "grad_accum_dtype cannot be 'bf16'",
         "gradient_acumulation_steps is not supported; nearest: gradient_accumulation_steps",
         "zero_quantized_gradients takes true or false, got 1",
@@ -193,43 +188,6 @@ def test_one_rule_says_who_decides_of_the_optimizer(tmp_path):
     assert "gradient_clipping takes a number" in errors(deepspeed(tmp_path, {"gradient_clipping": "x"}))[0]
     config = run(deepspeed(tmp_path, {"pipeline": {"pipe_partitioned": True}, "timers": {"throughput": {}}}))
     assert any("pipeline, timers" in note for note in config.notes)
-
-
-def curriculum(low, high):
-    schedule = {"total_curriculum_step": 110, "difficulty_step": 8}
-    block = {"curriculum_type": "seqlen", "schedule_type": "fixed_linear", "schedule_config": schedule}
-    return {"curriculum_learning": {**block, "enabled": True, "min_difficulty": low, "max_difficulty": high}}
-
-
-@pytest.mark.parametrize(("low", "high"), [(8, 32), (13, 30), (8, 64)])  # the last: beyond the samples
-def test_lengths_grow_by_deepspeeds_rule(tmp_path, low, high):
-    """Against the rule in the words of its documentation, down to a multiple."""
-    config = run(deepspeed(tmp_path, curriculum(low, high)))
-    full = config.model.seq_length
-    lengths = SequenceLengths(full, config.batch.rampup_seq_length)
-    for step in range(1, 200):
-        wanted = math.floor(step / 110 * (high - low) + low)
-        assert lengths.at(step) == min(wanted - wanted % 8, high, full), step
-    settled = lengths.settled
-    assert lengths.at(settled) == lengths.at(10**6)
-    assert high > full or lengths.at(settled - 1) < lengths.at(settled)
-
-
-def test_lengths_in_tokens_count_what_growing_samples_have(tmp_path):
-    flags = [*base_without("train_iters"), *["--global-batch-size", "16", "--train-tokens", "60000"]]
-    path = deepspeed(tmp_path, curriculum(8, 32)).split()
-    config = parse([*flags, *path], WORLD)
-    lengths, tokens, iterations = SequenceLengths(32, config.batch.rampup_seq_length), 0, 0
-    while tokens < 60000:  # as Megatron-DeepSpeed's loop
-        iterations += 1
-        tokens += 16 * lengths.at(iterations)
-    assert config.training.train_samples == 16 * iterations > 60000 / 32
-    sizes, reached = BatchSizeRampup(16, 0, 0, 16, 1, 1), 16 * sum(map(lengths.at, range(1, 41)))
-    found = [lengths.samples_reaching(tokens, sizes) for tokens in (reached - 1, reached, reached + 1)]
-    assert found == [640, 640, 656]
-    assert parse(flags, WORLD).training.train_samples == 1888
-    with refused("--lr-decay-tokens", "--lr-decay-samples"):
-        parse([*flags, *path, "--lr-decay-tokens", "32000"], WORLD)
 
 
 def test_deepspeed_zeropp_keys(tmp_path):

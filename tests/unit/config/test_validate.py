@@ -41,7 +41,7 @@ HEADS --num-query-groups 5 -> --num-attention-heads 12; --num-query-groups 5; 4 
 HEADS --rotary-percent 0.4 --position-embedding-type rope -> --rotary-percent 0.4; 0.25 or 0.5
 YARN --yarn-beta-slow 40 -> --yarn-beta-slow 40; the defaults 1 and 32
 YARN --rotary-base 1 -> --rotary-scaling yarn; --rotary-base 1
-HEADS --rotary-scaling dynamic --position-embedding-type rope --rotary-percent 0.25 -> --rotary-scaling dynamic
+HEADS --rotary-scaling dynamic --position-embedding-type rope -> --rotary-scaling dynamic
 HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-factor 1,1,1,1
     -> --rotary-scaling longrope; --rotary-long-factor
 HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-factor 1,1,0,1
@@ -57,7 +57,7 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --num-layers 0 -> --num-layers 0; 1
 --attention-dropout 1 -> --attention-dropout 1
 --hidden-dropout -0.1 -> --hidden-dropout -0.1
---num-experts 4 --moe-layer-freq 0,1 --save a --save-hf b -> --moe-layer-freq 0,1; --num-layers
+--num-experts 4 --moe-layer-freq 0,1 --save a -> --moe-layer-freq 0,1; --num-layers
 --lr 0 -> --lr 0
 --seed 4294967296 -> --seed 4294967296; 4294967295
 --min-lr 1 -> --min-lr 1; 0.001
@@ -81,7 +81,8 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --global-batch-size 64 --rampup-batch-size 16,32,100 -> --global-batch-size 64; --rampup-batch-size; 24 or 48
 --global-batch-size 64 --rampup-batch-size 80,16,100 -> --global-batch-size 64; --rampup-batch-size; 64
 --global-batch-size 64 --rampup-batch-size 16,16 -> --rampup-batch-size 16,16
---optimizer muon --optimizer-impl apex -> --optimizer-impl apex; auto
+--optimizer muon --optimizer-impl apex -> --optimizer-impl apex
+--optimizer lion --optimizer-impl triton -> --optimizer-impl triton; auto
 --zero-shard 2,4,6 -> 2,4,8
 --zero-shard 2,2 -> P,G,OS
 --zero-stage 2 --zero-preset ddp -> --zero-stage; --zero-preset; ddp; zero2
@@ -260,10 +261,7 @@ EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 --train-tokens 0 --global-batch-size 16 -> --train-tokens 0
 --lr-warmup-tokens 100 --global-batch-size 16 -> --lr-warmup-tokens; --lr-decay-tokens; --lr-warmup-samples
 --tensorboard-queue 5 -> --tensorboard-queue; --tensorboard-queue-size
---rampup-seq-length 8 32 8 -> --rampup-seq-length 8
---rampup-seq-length 4 32 8 10 -> --rampup-seq-length 4
---rampup-seq-length 16 8 8 10 -> --rampup-seq-length 16
---rampup-seq-length 9 27 9 10 --tensor-model-parallel-size 2 --sequence-parallel -> --sequence-parallel; 8 or 10
+--rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --finetune
 OUTER --outer-replicas 3 -> --outer-replicas; 2
 --outer-bits 4 -> --outer-bits 4; --outer-interval
 --outer-replicas 2 -> --outer-replicas 2; --outer-interval

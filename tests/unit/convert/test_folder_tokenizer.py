@@ -159,26 +159,6 @@ def test_a_folder_without_a_tokenizer_keeps_its_ids(tmp_path: Path) -> None:
         assert (tmp_path / "out" / root / ids).read_bytes() == (folder / ids).read_bytes()
 
 
-def test_save_hf_is_proved_before_the_first_iteration(tmp_path: Path) -> None:
-    """A folder that is there ends the run at its start. What the export will lack is a note of the start."""
-    model = train_sentencepiece(tmp_path / "spm.model", normalization_rule_name="nmt_nfkc")
-    named = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(model), "vocab_size": None}
-    values = {**TINY, **named, "train_iters": 1, "lr_warmup_iters": 0, "log_dir": str(tmp_path / "logs")}
-    values |= {"save": str(tmp_path / "run"), "save_hf": str(tmp_path / "out")}
-    (tmp_path / "out").mkdir()
-    with pytest.raises(store.CheckpointError, match="could not be exported.*exists already"):
-        run(values)
-    assert store.latest(tmp_path / "run") is None
-    (tmp_path / "out").rmdir()
-    notes = list[str]()
-    run(values, lambda trainer: notes.extend(trainer.progress.notes))
-    assert any("no tokenizer.json" in note and "BertGenerationTokenizer" in note for note in notes)
-    assert sorted(file.name for file in (tmp_path / "out").glob("*.model")) == [
-        "spiece.model",
-        "tokenizer.model",
-    ]
-
-
 def test_a_null_tokenizer_counts_its_end_of_document(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf")
     values = {

@@ -11,7 +11,7 @@ from tests.unit.house.test_imports import parsed
 # No watchdog runs there.
 UNWATCHED = (
     *("calibrate/", "patches/", "verify/", "mesh/local_ranks.py"),
-    *("train/evaluate_command.py", "calibrate/node_check.py"),
+    "train/evaluate_command.py",
 )
 # Called inside a wait, or where the host does not wait.
 INSIDE = {("comm/lane.py", "_landed"), ("pp/links.py", "_finish")}

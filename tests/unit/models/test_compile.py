@@ -97,7 +97,6 @@ def test_what_compiling_needs_is_said(monkeypatch, tmp_path):
     ("values", "said"),
     [
         ({"compile": True, "attention_dropout": 0.1}, "--compile does not take --attention-dropout 0.1"),
-        ({"compile": True, "norm_impl": "apex"}, "--compile does not take --norm-impl apex"),
         ({"compile_backend": "aot_eager"}, "--compile-backend aot_eager has no effect without --compile"),
         ({"compile": True, "compile_backend": "tvm"}, "inductor"),
     ],

@@ -316,8 +316,6 @@ def test_rotary_tables_are_fp64_and_change_with_the_length():
         scaled = dataclasses.replace(plain, rotary_scaling=kind, rotary_scaling_factor=8.0, **changes)
         return rotary_frequencies(scaled, length) / rotary_frequencies(plain, length)
 
-    assert torch.equal(ratio("dynamic", 8192), torch.ones(32)) and ratio("dynamic", 8193)[0] == 1
-    assert ratio("dynamic", 16384)[-1] == pytest.approx(1 / 9)
     lists = {"rotary_short_factor": (2.0,) * 32, "rotary_long_factor": (4.0,) * 32}
     assert [ratio("longrope", n, **lists)[5].item() for n in (1, 8192, 8193)] == [0.5, 0.5, 0.25]
     positions = Positions(make("llama"))

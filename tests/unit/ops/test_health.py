@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.calibrate.node_check import slow_nodes
 from megazero.config.options.sections import TrainingConfig
 from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import given_gpus, read_launch
@@ -136,18 +135,6 @@ def test_a_folder_that_cannot_be_asked_for_room_is_a_fault(tmp_path: Path, monke
         check_storage(Storage(tmp_path, GIB), ["n0"])
     names(f"{caught.value}", "n0", "rank 0", "no answer")
     assert caught.value.exit_status == ExitStatus.RANK_LOST
-
-
-def test_the_slow_node_is_told_from_its_neighbours() -> None:
-    nodes = [f"n{i}" for i in range(5)]
-    pairs = {(i, i + 1): 1e9 for i in range(4)} | {(0, 4): 1e9}
-    assert not slow_nodes(pairs, nodes)
-    ((slow, text),) = slow_nodes(pairs | {(1, 2): 1e8, (2, 3): 1.2e8}, nodes).items()
-    assert slow == "n2"
-    names(text, "0.12 GB/s", "median of 5", "1 GB/s")
-    assert not slow_nodes(pairs | {(1, 2): 1e8}, nodes)  # a cable: both have another that is fast
-    assert [*slow_nodes({(0, 1): 1e8, (1, 2): 1e9, (0, 2): 1e8}, nodes)] == ["n0"]
-    assert not slow_nodes({(0, 1): 1e5}, nodes)  # two nodes: nobody can say
 
 
 def test_a_device_that_computes_or_stores_wrongly_is_noticed(monkeypatch) -> None:

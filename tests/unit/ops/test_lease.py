@@ -459,10 +459,9 @@ def test_a_run_whose_save_was_moved_ends_and_makes_no_new_one(tmp_path) -> None:
 
 
 def test_a_folder_of_checkpoints_and_logs_has_the_rules_of_save(tmp_path) -> None:
-    same, copies = tmp_path / "run", tmp_path / "copies"
-    folders = {"save": f"{same}", "save_copy": f"{copies}", "log_dir": f"{same}"}
-    mine = Lease.of(make_config({**SMALL, **folders}), Launch())
-    assert mine.places == (Place(copies, "--save-copy"), Place(same, "--save"))
+    same = tmp_path / "run"
+    mine = Lease.of(make_config({**SMALL, "save": f"{same}", "log_dir": f"{same}"}), Launch())
+    assert mine.places == (Place(same, "--save"),)
 
 
 def test_a_full_log_disk_takes_no_lease_and_ends_no_run(tmp_path, monkeypatch) -> None:

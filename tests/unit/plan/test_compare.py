@@ -116,10 +116,26 @@ def test_a_rate_between_sites_is_a_site_s() -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*ALONE, "--recompute-granularity", "none", "--pays", "--link-rates", "10,0.01"]
+    words = [
+        *ALONE,
+        "--recompute-granularity",
+        "none",
+        "--pays",
+        "--link-rates",
+        "10,0.01",
+        "--link-delays",
+        "0,5",
+    ]
     status, out = plan(tmp_path, 1, *words)
     assert status == 0
-    names(capsys.readouterr().out, "10 Gb/s a node:", "0.01 Gb/s a node:", "flags of ", *compare.LEGEND)
+    names(
+        capsys.readouterr().out, "10 Gb/s a node:", "0.01 Gb/s a node and 5 ms:", "flags of ", *compare.LEGEND
+    )
     found = json.loads((out / "plan.json").read_text())["pays"]
-    assert [each["gbits_per_s"] for each in found] == [10, 0.01]
+    assert [(each["delay_ms"], each["gbits_per_s"]) for each in found] == [
+        (0, 10),
+        (0, 0.01),
+        (5, 10),
+        (5, 0.01),
+    ]
     assert all("quantised hops save" in each["verdict"] for each in found)

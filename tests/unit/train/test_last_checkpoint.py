@@ -1,4 +1,4 @@
-"""What a start finds as its last checkpoint: it is copied and exported even if nothing is left to train."""
+"""What a start finds as its last checkpoint, where nothing is left to train."""
 
 from __future__ import annotations
 
@@ -27,16 +27,9 @@ def train(folder: Path, **values: str) -> str:
     return run.progress.checkpoint
 
 
-def test_one_that_a_killed_save_moved_aside_has_its_name_again_and_is_copied(tmp_path: Path) -> None:
-    save, copies = f"{tmp_path / 'a'}", tmp_path / "copies"
+def test_one_that_a_killed_save_moved_aside_has_its_name_again(tmp_path: Path) -> None:
+    save = f"{tmp_path / 'a'}"
     last = train(tmp_path, save=save)
     os.rename(last, tmp_path / "a" / ".iter_0000001.replaced-1a2b3c4d")
-    assert train(tmp_path, save=save, load=save, save_copy=f"{copies}") == last
-    assert [path.name for path in store.checkpoints(copies)] == ["iter_0000001"]
-
-
-def test_one_that_lies_elsewhere_is_exported(tmp_path: Path) -> None:
-    last = train(tmp_path, save=f"{tmp_path / 'a'}")
-    again = {"load": f"{tmp_path / 'a'}", "save": f"{tmp_path / 'b'}", "save_hf": f"{tmp_path / 'out'}"}
-    assert train(tmp_path, **again) == last
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert train(tmp_path, save=save, load=save) == last
+    assert [path.name for path in store.checkpoints(save)] == ["iter_0000001"]

@@ -230,7 +230,7 @@ def test_what_is_not_built_is_refused() -> None:
     "values, said",
     [
         ({"exp_avg_dtype": "bf16", "optimizer_impl": "torch"}, ["impl torch", "--exp-avg-dtype bf16", "auto"]),
-        ({"exp_avg_sq_dtype": "int8", "optimizer_impl": "apex"}, ["--exp-avg-sq-dtype int8", "nearest: auto"]),
+        ({"exp_avg_sq_dtype": "int8", "optimizer_impl": "torch"}, ["--exp-avg-sq-dtype int8", "nearest: auto"]),
         ({"exp_avg_dtype": "fp16"}, ["fp16"]),
         ({"exp_avg_sq_dtype": "fp8"}, ["fp8"]),
     ],
