@@ -77,6 +77,16 @@ def rounded(values: tl.tensor) -> tl.tensor:
 
 
 @jit
+def rounded_as(values: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """fp32 of values rounded to what x points to, to nearest even; x as for load_values."""
+    if x.dtype.element_ty == tl.int16:
+        values = rounded(values)
+    else:
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@jit
 def store_values(x: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
     """fp32 values to x + at, rounded to nearest even; x as for load_values."""
     if x.dtype.element_ty == tl.int16:

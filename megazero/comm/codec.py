@@ -178,9 +178,21 @@ class Blockwise(Coding):
 
     def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Encode as the protocol says. ``out`` must be uint8 and contiguous."""
+        return self._encode(x, exact, out, None)
+
+    def encode_difference(
+        self, x: Tensor, base: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Encode what x [k, n], rounded to base's dtype, differs by from base [k, n]; exact [k, e] as it is.
+
+        The difference is taken in x's dtype, in fp32 at least.
+        """
+        return self._encode(x, exact, out, base.contiguous())
+
+    def _encode(self, x: Tensor, exact: Tensor | None, out: Tensor | None, base: Tensor | None) -> Tensor:
         e = 0 if exact is None else exact.shape[1]
         out = self._message(x.shape[0], x.shape[1], e, x.device, out)
-        quantize(x.contiguous(), out, self.form)
+        quantize(x.contiguous(), out, self.form, base)
         if exact is not None:
             self.exact(out, x.shape[1], e).copy_(exact)
         return out

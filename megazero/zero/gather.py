@@ -30,7 +30,7 @@ import torch
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import start_gather
 from megazero.comm.lane import Chain, Lane
-from megazero.kernels.add_to import add_to
+from megazero.comm.wire import mixes
 from megazero.kernels.arena import Take
 from megazero.zero.context import Context
 from megazero.zero.plan import coming, window
@@ -165,7 +165,7 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
         if not weights.direct:
             rows = prod(weights.wire.sizes)
             weights.codec.decode(every.view(rows, -1), *weights.full_slice.rows(0, rows))
-            if unit.codecs.mixes:
+            if mixes(weights.codec):
                 weights.full_slice.clear_padding()
 
 
@@ -178,7 +178,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
     weights = unit.weights
     with context.frame() as frame:
         messages = weights.open_refresh(frame.take)
-        _encode(unit, messages, context)
+        _encode(unit, messages)
         for hop in weights.refresh_hops:
             own, into = messages[hop.own], messages[hop.into]
             yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.traffic)
@@ -189,7 +189,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
                 weights.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
                 weights.refresh_codec.decode(messages.view(rows, -1), *regions)
-            if unit.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
+            if mixes(weights.refresh_codec):  # R, too: the next difference is taken to it, and a checkpoint holds it
                 weights.copy_slice.clear_padding()
     weights.refreshed()
     if context.rounding.measures(unit, weights.refresh_codec):
@@ -198,19 +198,16 @@ def _refresh(unit: Unit, context: Context) -> Chain:
             context.rounding.note(unit, weights.refresh_codec, WEIGHTS, unit.master.value, sent, frame)
 
 
-def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
+def _encode(unit: Unit, messages: torch.Tensor) -> None:
     """Write the message of this rank's OS slice into its place in ``messages``, those of the P slice."""
     axes, weights = unit.axes, unit.weights
     (own,) = weights.refresh_wire.within(axes.os, axes.p)
     message = messages[own.span].view(1, -1)
     source, *exact = unit.master.slice.rows(axes.os, 1)
-    with context.frame() as frame:
-        if unit.delta and unit.codecs.weights is not None:
-            held = weights.copy_slice.rows(axes.os, 1)[0]
-            rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source)
-            difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
-            source = add_to(difference.copy_(rounded), held, alpha=-1.0)
-        # Without a format it is a cast, or nothing where master is the copy.
+    if unit.delta and isinstance(weights.refresh_codec, Blockwise):
+        held = weights.copy_slice.rows(axes.os, 1)[0]
+        weights.refresh_codec.encode_difference(source, held, *exact, out=message)
+    else:  # without a format it is a cast, or nothing where master is the copy
         weights.refresh_codec.encode(source, *exact, out=message)
 
 

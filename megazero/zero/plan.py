@@ -214,8 +214,7 @@ class UnitPlan(Generic[Format]):
         if not self.delta:
             return 0 if self.direct else os * self.own
         gathered = 0 if self.direct or p == 1 else self.elements * self.width
-        # The rounded master and its difference to R are there while the difference is encoded.
-        return max(gathered, os // p * self.own + self.elements // os * (self.width + self.sums))
+        return max(gathered, os // p * self.own)
 
 
 # -- what is gathered ahead ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.watch import Watch
+from megazero.comm.wire import mixes
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.plan import EXCHANGE, Hop, Hops
@@ -122,7 +123,7 @@ def reduction(
     yield from descend(unit, down[g:], sums, sums, context)
     for hop in hops[len(down) :]:
         yield from share_back(unit, hop, sums, context)
-    if unit.codecs.mixes:
+    if any(mixes(hop.format) for hop in hops):
         sums.clear_padding()
 
 
@@ -211,5 +212,5 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     rows, out = unit.gradients.slice.rows(unit.axes.os, 1), unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
     yield from sum_all(leg, rows, out, context, watches=watches)
-    if unit.codecs.mixes:
+    if mixes(leg.codec):
         unit.gradients.slice.clear_padding()

@@ -104,8 +104,7 @@ def test_processors_hold_what_is_gathered_ahead_twice() -> None:
 def test_a_gathers_messages(
     shards: tuple[int, int, int], exact_numel: int, bits: int, delta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refresh of differences has the difference and the rounded master, too, beside its messages. With two regions
-    the messages of its gather are not the parameters."""
+    """With two regions the messages of a gather after a refresh of differences are not the parameters."""
     codecs = zero.Codecs(weights=Blockwise(bits, BLOCK), delta=delta)
     policy = zero.Policy(codecs=codecs, block=BLOCK, exact_numel=exact_numel)
     engine = Cluster(CPU, 3, monkeypatch, shards=shards, policy=policy).engine
