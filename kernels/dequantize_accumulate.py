@@ -18,7 +18,7 @@ from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
-from megazero.kernels.values import small_floats
+from megazero.kernels.values import bytes_and_halves, small_floats
 
 
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
@@ -116,12 +116,13 @@ def add_tiles(
 
 @drawing_jit
 def _kernel(
-    messages: tl.tensor, halves: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
+    coded: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
     row_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
+    messages, halves = bytes_and_halves(coded)
     b = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     valid = b < row_blocks
     if ACCUMULATE and SIZE == 0:
@@ -141,7 +142,7 @@ def _kernel(
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
     row_blocks, r = form.blocks(out.numel()), TILE // form.block
     _kernel[(-(-row_blocks // r),)](
-        messages.view(torch.int8), messages.view(torch.int16), out,
+        messages, out,
         messages.shape[0], row_blocks, messages.shape[1], *transform_arguments(form.transform),
         form.bits, form.block, accumulate, r,
         enable_fp_fusion=False,

@@ -38,12 +38,18 @@ from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import NAN_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import NOISE_UNIT, drawing_jit
-from megazero.kernels.values import load_values, raw, rounded_as, scales_at, small_integers, tile_of
+from megazero.kernels.values import (
+    bytes_and_halves,
+    load_values,
+    raw,
+    rounded_as,
+    scales_at,
+    small_integers,
+    tile_of,
+)
 
 
-def quantize(
-    x: torch.Tensor, messages: torch.Tensor, form: Format, base: torch.Tensor | None = None
-) -> None:
+def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, base: torch.Tensor | None = None) -> None:
     """Encode x, which is [k, n] of any float dtype and contiguous, into the coded part of ``messages``.
 
     ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16. base: [k, n] of any float dtype and
@@ -251,12 +257,13 @@ def store_tile(
 
 @drawing_jit
 def _kernel(
-    x: tl.tensor, base: tl.tensor | None, messages: tl.tensor, halves: tl.tensor,
-    row_blocks: tl.tensor, row_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
+    x: tl.tensor, base: tl.tensor | None, coded: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
+    sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
+    messages, halves = bytes_and_halves(coded)
     row, b, valid = tile_of(row_blocks, R)
     g = row * row_blocks + b
     p = tl.arange(0, PACK)[None, :, None]
@@ -272,7 +279,7 @@ def _kernel(
 def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, base: torch.Tensor | None) -> None:
     row_blocks, r = form.blocks(x.shape[1]), TILE // form.block
     _kernel[(-(-row_blocks // r) * x.shape[0],)](
-        raw(x), None if base is None else raw(base), messages.view(torch.int8), messages.view(torch.int16),
+        raw(x), None if base is None else raw(base), messages,
         row_blocks, messages.shape[1], *transform_arguments(form.transform),
         form.bits, form.block, form.largest_scale, r,
         enable_fp_fusion=False,

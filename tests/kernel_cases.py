@@ -111,7 +111,16 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             for out, (accumulate, own) in zip(rows_sums, ways, strict=True):
                 sum_rows.sum_rows(here[:, 1:], out[: n - 1], accumulate, None if own is None else own[1:])
         results.append((messages, differences, decoded, added, sums, one, summed, torch.cat(rows_sums)))
-    names = ("quantize", "difference", "dequantize", "add", "accumulate", "sum of one", "sum_quantize", "sum_rows")
+    names = (
+        "quantize",
+        "difference",
+        "dequantize",
+        "add",
+        "accumulate",
+        "sum of one",
+        "sum_quantize",
+        "sum_rows",
+    )
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 

@@ -189,7 +189,9 @@ def _refresh(unit: Unit, context: Context) -> Chain:
                 weights.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
                 weights.refresh_codec.decode(messages.view(rows, -1), *regions)
-            if mixes(weights.refresh_codec):  # R, too: the next difference is taken to it, and a checkpoint holds it
+            if mixes(
+                weights.refresh_codec
+            ):  # R, too: the next difference is taken to it, and a checkpoint holds it
                 weights.copy_slice.clear_padding()
     weights.refreshed()
     if context.rounding.measures(unit, weights.refresh_codec):
