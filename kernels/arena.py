@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Self, TypeVar
 
 import torch
@@ -61,17 +62,22 @@ class Arena:
 
 
 class Frame:
-    """Buffers of one arena that come free together. It is a context manager, which closes at its end."""
+    """Buffers of one arena and stream that come free together. It is a context manager, which closes at its end."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self.arena, self.device = arena, device
-        self._taken: list[tuple[_Region, _Block, int]] = []
+        self._taken: list[tuple[_Block, int]] = []
+
+    @cached_property
+    def _region(self) -> _Region:
+        """The memory of the stream that was current when the first buffer was taken."""
+        return self.arena.region(self.device)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer [numel] with any content, which belongs to the current stream."""
-        region, size = self.arena.region(self.device), numel * dtype.itemsize
-        block, start = region.take(_aligned(size))
-        self._taken.append((region, block, start))
+        """Return a buffer [numel] with any content, which belongs to the stream of the frame's first one."""
+        size = numel * dtype.itemsize
+        block, start = self._region.take(_aligned(size))
+        self._taken.append((block, start))
         return block.buffer(start, size, dtype)
 
     def bind(
@@ -82,7 +88,7 @@ class Frame:
         The same object comes for the same place and ``key`` as long as the memory is there.
         """
         buffer = self.take(numel, dtype)
-        _, block, start = self._taken[-1]
+        block, start = self._taken[-1]
         place = start, numel, dtype, key
         if place not in block.bound:
             block.bound[place] = make(buffer)
@@ -91,8 +97,7 @@ class Frame:
     def close(self) -> None:
         """Let others have the memory. See the module on when this may be. A closed frame may be closed again."""
         while self._taken:
-            region, block, start = self._taken.pop()
-            region.free(block, start)
+            self._region.free(*self._taken.pop())
 
     def __enter__(self) -> Self:
         return self

@@ -162,6 +162,7 @@ class Blockwise(Coding):
     def wire_dtype(self) -> torch.dtype:
         return torch.uint8
 
+    @made_once
     def message_numel(self, n: int, exact: int = 0) -> int:
         return self.message_bytes(n, exact * self.exact_dtype.itemsize)
 

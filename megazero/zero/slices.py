@@ -52,5 +52,9 @@ class Slice:
 
     def clear_padding(self) -> None:
         """Make padding zero again, after messages whose codec mixes it with values (kernels/hadamard.py)."""
-        for low, high in self.layout.gaps(self.level):
-            self.buffer[low:high].zero_()
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    @cached_property
+    def _gaps(self) -> list[torch.Tensor]:
+        return [self.buffer[low:high] for low, high in self.layout.gaps(self.level)]
