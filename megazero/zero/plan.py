@@ -248,10 +248,9 @@ def coming(
         if not all(map(here, following)):
             break
     budget -= sum(sizes[unit] for unit in ahead if unit not in following)
-    for unit in chain.from_iterable(later):
+    for unit in dict.fromkeys(chain.from_iterable(later)):
         if unit in seen:
             continue
-        seen.add(unit)
         if unit not in ahead and not (here(unit) and stays(unit)):
             budget -= sizes[unit]
         if budget < 0:
