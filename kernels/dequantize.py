@@ -20,10 +20,9 @@ from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
 from megazero.kernels.quantize import rows_together
 from megazero.kernels.values import (
-    bytes_and_halves,
     load_values,
-    raw,
     scales_at,
+    seen_as,
     small_floats,
     store_values,
     tile_of,
@@ -144,7 +143,7 @@ def _kernel(
     row_stride: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
-    messages, halves = bytes_and_halves(coded)
+    messages, halves = seen_as(coded, tl.int8), seen_as(coded, tl.int16)
     row, b, valid = tile_of(row_blocks, R)
     # By whole blocks, so that a warp accesses whole lines: halves of them at 4 bits were 41% of a copy's bandwidth.
     at, mask = row * row_stride + b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], valid[:, None]
@@ -160,7 +159,7 @@ def _kernel(
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) -> None:
     row_blocks, r = form.blocks(out.shape[1]), TILE // form.block
     _kernel[(-(-row_blocks // r) * messages.shape[0],)](
-        messages, raw(out),
+        messages, out,
         row_blocks, messages.shape[1], out.stride(0), *transform_arguments(form.transform),
         form.bits, form.block, add, r,
         enable_fp_fusion=False,

@@ -18,7 +18,7 @@ from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
-from megazero.kernels.values import bytes_and_halves, small_floats
+from megazero.kernels.values import seen_as, small_floats
 
 
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
@@ -122,7 +122,7 @@ def _kernel(
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
-    messages, halves = bytes_and_halves(coded)
+    messages, halves = seen_as(coded, tl.int8), seen_as(coded, tl.int16)
     b = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     valid = b < row_blocks
     if ACCUMULATE and SIZE == 0:

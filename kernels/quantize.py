@@ -39,11 +39,10 @@ from megazero.kernels.format import NAN_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import NOISE_UNIT, drawing_jit
 from megazero.kernels.values import (
-    bytes_and_halves,
     load_values,
-    raw,
     rounded_as,
     scales_at,
+    seen_as,
     small_integers,
     tile_of,
 )
@@ -263,7 +262,7 @@ def _kernel(
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
-    messages, halves = bytes_and_halves(coded)
+    messages, halves = seen_as(coded, tl.int8), seen_as(coded, tl.int16)
     row, b, valid = tile_of(row_blocks, R)
     g = row * row_blocks + b
     p = tl.arange(0, PACK)[None, :, None]
@@ -279,7 +278,7 @@ def _kernel(
 def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, base: torch.Tensor | None) -> None:
     row_blocks, r = form.blocks(x.shape[1]), TILE // form.block
     _kernel[(-(-row_blocks // r) * x.shape[0],)](
-        raw(x), None if base is None else raw(base), messages,
+        x, base, messages,
         row_blocks, messages.shape[1], *transform_arguments(form.transform),
         form.bits, form.block, form.largest_scale, r,
         enable_fp_fusion=False,
