@@ -52,9 +52,15 @@ class Slice:
 
     def clear_padding(self) -> None:
         """Make padding zero again, after messages whose codec mixes it with values (kernels/hadamard.py)."""
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        clear(self.gaps)
 
     @cached_property
-    def _gaps(self) -> list[torch.Tensor]:
+    def gaps(self) -> list[torch.Tensor]:
+        """The padding."""
         return [self.buffer[low:high] for low, high in self.layout.gaps(self.level)]
+
+
+def clear(gaps: list[torch.Tensor]) -> None:
+    """Make these views zero in one operation."""
+    if gaps:
+        torch._foreach_zero_(gaps)
