@@ -138,8 +138,7 @@ class Gradients:
                 self.staging = self._new_staging()
                 self.staging.buffer.zero_()
                 return
-            missing = set(slots) - (set(self.form.trainable) - self.pending)
-            buffer = self.staging.buffer
+            missing, buffer = self.pending | self.form.frozen, self.staging.buffer
         else:
             assert self.grad is not None
             missing, buffer = set(slots) - self.touched, self.grad

@@ -19,7 +19,9 @@ def test_a_view_is_made_once_and_goes_with_its_buffer() -> None:
         again = frame.take(64, torch.float32)
         assert view_of(again, Tensor.view, 4, -1) is table and view_of(again, Tensor.view, 2, -1) is not table
     parts = view_of(table, Tensor.split, (6, 10), 1)
-    assert torch.equal(parts[1], table[:, 6:]) and part_of(table, slice(1, 3)).data_ptr() == table[1:].data_ptr()
+    assert (
+        torch.equal(parts[1], table[:, 6:]) and part_of(table, slice(1, 3)).data_ptr() == table[1:].data_ptr()
+    )
     gone, kept = weakref.ref(buffer.untyped_storage()), weakref.ref(buffer)
     del buffer, again, table, parts, frame, arena
     assert kept() is gone() is None
