@@ -14,7 +14,9 @@ import os
 import shutil
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import torch
 
@@ -24,22 +26,33 @@ from megazero.models.attention import allow_graphs
 from megazero.models.decoder import Decoder
 from megazero.models.feed_forward import FeedForward
 from megazero.models.layer import DecoderLayer
+from megazero.tp import LossPieces
 
 
-def compile_layers(decoder: Decoder, backend: str) -> None:
-    """Compile the decoder's layers, when each kind is first called.
+def compile_decoder(decoder: Decoder, backend: str) -> None:
+    """Compile the decoder's layers and its head, when each kind is first called.
 
     backend: of torch.compile. Raises ValueError if inductor lacks what it needs on this machine.
     """
     if backend == INDUCTOR:
         _require_compiler()
     allow_graphs(len(set(layer_kinds(decoder.config))))
-    whole = decoder.tp.size == decoder.cp.size == 1 and decoder.tp.deferred is None
-    compiled = torch.compile(DecoderLayer._layer, backend=backend, fullgraph=whole, dynamic=False)
+    compiled = partial(torch.compile, backend=backend, dynamic=False)
+    alone = decoder.tp.size == 1 and decoder.tp.deferred is None
+    whole = alone and decoder.cp.size == 1
+    # With whole graphs a recompute is inside them: what is kept is chosen among all operations.
+    name = "forward" if whole else "_layer"
+    layer_function = compiled(getattr(DecoderLayer, name), fullgraph=whole)
     for layer in decoder.layers.values():
         assert isinstance(layer, DecoderLayer)
         if isinstance(layer.mlp, FeedForward):  # groups of experts have other sizes in every micro-batch
-            layer.compiled = compiled
+            setattr(layer, name, MethodType(layer_function, layer))
+    if (head := decoder.head) is None:
+        return
+    if alone and head.loss_chunk is None:
+        head.forward = compiled(head.forward, fullgraph=True)  # type: ignore[method-assign]
+    else:
+        head.pieces = LossPieces(*(compiled(piece, fullgraph=True) for piece in head.pieces))
 
 
 def _require_compiler() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -46,7 +45,7 @@ class DecoderLayer(nn.Module):
 
     ``kind`` says what its attention is, a mixer of tokens (config/model/mixers), and whether a mixture of experts is
     in the place of feed_forward, which adds ``losses``.
-    ``recompute`` is as in Decoder. ``compiled`` is ``_layer`` after torch.compile (compilation.py), or None.
+    ``recompute`` is as in Decoder.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class DecoderLayer(nn.Module):
             held = name in LAYER_NORMS[config.transformer_block_type]
             return make_norm(config, **factory) if held else None
 
-        self.compiled: Callable[..., Tensor] | None = None
         self.input_norm = norm("input_norm")
         self.attention: nn.Module = resolve_name(MIXERS[kind.mixer].module)(
             config, tp, cp, recompute, **factory
@@ -93,10 +91,9 @@ class DecoderLayer(nn.Module):
         ``tables`` are those of the layer's kind (``Positions.tables``). ``decision``: which experts the tokens go to,
         of a layer that has some.
         """
-        layer = self._layer if self.compiled is None else partial(self.compiled, self)
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(layer, x, tables, dropout, decision)
-        return layer(x, tables, dropout, decision)
+            return recomputed(self._layer, x, tables, dropout, decision)
+        return self._layer(x, tables, dropout, decision)
 
     def _layer(
         self, x: Tensor, tables: LayerTables, dropout: LayerDropout, decision: Decision | None

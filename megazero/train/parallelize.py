@@ -35,7 +35,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.cp import ContextParallel
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
-from megazero.models.compilation import compile_layers
+from megazero.models.compilation import compile_decoder
 from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
 from megazero.models.norm import use_apex
@@ -93,7 +93,7 @@ def build_decoder(
     if training.norm_impl == "apex":
         use_apex(decoder)
     if training.compile:
-        compile_layers(decoder, training.compile_backend)
+        compile_decoder(decoder, training.compile_backend)
     return decoder
 
 
