@@ -179,7 +179,7 @@ class Decoder(nn.Module):
 
         ep: the ranks that share the experts.
         recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
-            or "full" layers.
+            "mlp" (or experts) with its norms, or "full" layers.
         attention_backend: what computes attention (--attention-backend).
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         loss_chunk: of how many tokens logits are held at once where ``loss_weights`` are given; None: of all.

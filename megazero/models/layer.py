@@ -91,9 +91,7 @@ class DecoderLayer(nn.Module):
         ``tables`` are those of the layer's kind (``Positions.tables``). ``decision``: which experts the tokens go to,
         of a layer that has some.
         """
-        if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._layer, x, tables, dropout, decision)
-        return self._layer(x, tables, dropout, decision)
+        return self._perhaps_again("full", self._layer, x, tables, dropout, decision)
 
     def _layer(
         self, x: Tensor, tables: LayerTables, dropout: LayerDropout, decision: Decision | None
@@ -103,12 +101,24 @@ class DecoderLayer(nn.Module):
         attended = normed(self.attention_output_norm, self.attention(inputs, tables, dropout.attention))
         attended = self._added(x, attended, of_attention)
         if not self.config.parallel_block:
-            inputs = normed(self.mlp_norm, attended)
+            inputs = attended
         elif self.mlp_norm is not None:
-            inputs = self.mlp_norm(x)
+            inputs = x
+        return self._perhaps_again("mlp", self._fed, attended, inputs, of_mlp, decision)
+
+    def _fed(
+        self, attended: Tensor, inputs: Tensor, words: Tensor | None, decision: Decision | None
+    ) -> Tensor:
+        """Return the residual ``attended`` and what the MLP makes of ``inputs``."""
+        inputs = normed(self.mlp_norm, inputs)
         fed = self.mlp(inputs) if decision is None else self.mlp(inputs, decision)
-        fed = normed(self.mlp_output_norm, fed)
-        return self._added(attended, fed, of_mlp)
+        return self._added(attended, normed(self.mlp_output_norm, fed), words)
+
+    def _perhaps_again(self, granularity: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call ``function``, which the backward calls again if that is what is recomputed."""
+        if self.recompute == granularity and torch.is_grad_enabled():
+            return recomputed(function, *args)
+        return function(*args)
 
     def _added(self, x: Tensor, output: Tensor, words: Tensor | None) -> Tensor:
         """Return the residual ``x`` and the layer's ``output`` after dropout, times its multiplier."""

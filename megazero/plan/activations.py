@@ -69,6 +69,9 @@ def layer_activations(
     gradients = tokens * width * gradients + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
+    if config.training.recompute_granularity == "mlp":
+        fed = width * (layer.fed.kept.stream / share + layer.fed.kept.inner / tp) + masks / 2
+        return LayerActivations(whole - tokens * fed, tokens * fed + gradients)
     if config.training.recompute_granularity == "selective":
         core = tokens * (width * (layer.mixer.work.out / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)

@@ -73,7 +73,8 @@ class ModuleTimes(NamedTuple):
 class Sizes(NamedTuple):
     """The size of a forward of one module and micro-batch on a rank.
 
-    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
+    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices. fed:
+    the shares of matrices and of moved that a recompute of the MLP repeats.
     """
 
     matrices: float
@@ -83,6 +84,7 @@ class Sizes(NamedTuple):
     other: float = 0.0
     products: int = 0
     keys: float = 0.0
+    fed: tuple[float, float] = (0.0, 0.0)
 
     @property
     def operations(self) -> float:
@@ -156,10 +158,15 @@ class Compute:
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
         matrices = 2 * tokens * layer.multiply_adds / tp
         attention = 2 * tokens * keys * layer.mixer.work.pair / tp
-        moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
+        moved, again = (
+            each.stream / (tp if self.sharded else 1) + each.inner / tp
+            for each in (layer.moved, layer.fed.moved)
+        )
         products = sum(p.multiplies for p in layer.parameters)
         weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
-        return Sizes(matrices, attention, moved * tokens * self.width, weights, products=products, keys=keys)
+        fed = layer.fed.multiply_adds / layer.multiply_adds, again / moved
+        moved *= tokens * self.width
+        return Sizes(matrices, attention, moved, weights, products=products, keys=keys, fed=fed)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
@@ -195,8 +202,9 @@ class Compute:
                 self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
             )
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
-        again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
-        again = again if is_layer(kind) else 0.0
+        fed = product * sizes.fed[0] + (forward - product - core) * sizes.fed[1]
+        again = {"full": forward, "selective": core, "mlp": fed}
+        repeated = again.get(self.config.training.recompute_granularity, 0.0) if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(Spent(forward + backward, tensor=into), Spent(tensor=out))
         swaps, exchanged = (
@@ -205,7 +213,7 @@ class Compute:
         there, back = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
         backward -= product
         return ModuleTimes(
-            there._replace(compute=forward), back._replace(compute=backward, recompute=again), product
+            there._replace(compute=forward), back._replace(compute=backward, recompute=repeated), product
         )
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
