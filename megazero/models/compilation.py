@@ -1,11 +1,15 @@
-"""torch.compile of what a decoder layer computes (``DecoderLayer._layer``), inside the engine's hooks.
+"""torch.compile of what decoder layers and the head compute, inside the engine's hooks.
 
-The hooks gather parameters before a layer is called and release them after, in eager Python; what is compiled is a
+The hooks gather parameters before a module is called and release them after, in eager Python; what is compiled is a
 function of tensors, so one graph for training and one for evaluation serve all layers of a kind. Tables, masks and
-dropout keys are made before the layers. Tensor-parallel linears and those of a split backward are cut out
-(``tp/linear.py``), and so are swaps of context parallelism (``comm/peers.py``): their collectives overlap, are
-counted and are put off as without compiling. Where none is there, a graph is whole, and what would break it is an
-error.
+dropout keys are made before the layers.
+
+Of layers these are cut out: tensor-parallel linears and those of a split backward (``tp/linear.py``) and swaps of
+context parallelism (``comm/peers.py``), whose collectives overlap, are counted and are put off as without compiling,
+and experts with their router (``models/experts.py``). Where none is there, a graph is whole, and what would break it
+is an error. The head with its loss is whole, too; with tensor-parallel ranks, a split backward or the loss in chunks
+what the loss does with a rank's logits is compiled (``tp/cross_entropy.py``). The embedding stays as it is: a
+compiler's gradient of it adds in an order that varies.
 """
 
 from __future__ import annotations
@@ -39,14 +43,16 @@ def compile_decoder(decoder: Decoder, backend: str) -> None:
     allow_graphs(len(set(layer_kinds(decoder.config))))
     compiled = partial(torch.compile, backend=backend, dynamic=False)
     alone = decoder.tp.size == 1 and decoder.tp.deferred is None
-    whole = alone and decoder.cp.size == 1
-    # With whole graphs a recompute is inside them: what is kept is chosen among all operations.
-    name = "forward" if whole else "_layer"
-    layer_function = compiled(getattr(DecoderLayer, name), fullgraph=whole)
+    names = ("forward", "_layer", "_attended", "_fed")
+    functions = {name: compiled(getattr(DecoderLayer, name), fullgraph=name == "forward") for name in names}
     for layer in decoder.layers.values():
         assert isinstance(layer, DecoderLayer)
-        if isinstance(layer.mlp, FeedForward):  # groups of experts have other sizes in every micro-batch
-            setattr(layer, name, MethodType(layer_function, layer))
+        whole = alone and decoder.cp.size == 1 and isinstance(layer.mlp, FeedForward)
+        # A recompute is inside a whole graph, which chooses what is kept among all operations, and around others.
+        for name in (
+            ("forward",) if whole else ("_attended", "_fed") if layer.recompute == "mlp" else ("_layer",)
+        ):
+            setattr(layer, name, MethodType(functions[name], layer))
     if (head := decoder.head) is None:
         return
     if alone and head.loss_chunk is None:

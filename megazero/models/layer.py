@@ -14,7 +14,7 @@ from megazero.config.model.mixers import MIXERS
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import LayerKind
-from megazero.models.dropout import NO_DROPOUT, LayerDropout, keyed_dropout
+from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
 from megazero.models.experts import MixtureOfExperts
 from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import make_norm, normed
@@ -96,15 +96,20 @@ class DecoderLayer(nn.Module):
     def _layer(
         self, x: Tensor, tables: LayerTables, dropout: LayerDropout, decision: Decision | None
     ) -> Tensor:
-        of_attention, of_mlp = (None, None) if dropout.outputs is None else dropout.outputs.unbind()
+        words = (None, None) if dropout.outputs is None else dropout.outputs.unbind()
+        halfway = self._attended(x, tables, dropout.attention, words[0])
+        return self._perhaps_again("mlp", self._fed, *halfway, words[1], decision)
+
+    def _attended(
+        self, x: Tensor, tables: LayerTables, key: Key | None, words: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual with attention's output, and what the MLP, or the norm before it, takes."""
         inputs = normed(self.input_norm, x)
-        attended = normed(self.attention_output_norm, self.attention(inputs, tables, dropout.attention))
-        attended = self._added(x, attended, of_attention)
+        attended = normed(self.attention_output_norm, self.attention(inputs, tables, key))
+        attended = self._added(x, attended, words)
         if not self.config.parallel_block:
-            inputs = attended
-        elif self.mlp_norm is not None:
-            inputs = x
-        return self._perhaps_again("mlp", self._fed, attended, inputs, of_mlp, decision)
+            return attended, attended
+        return attended, inputs if self.mlp_norm is None else x
 
     def _fed(
         self, attended: Tensor, inputs: Tensor, words: Tensor | None, decision: Decision | None

@@ -39,7 +39,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         z_loss: float,
         pieces: LossPieces,
     ) -> Tensor:
-        """Return each token's loss, [tokens] in at least fp32, of this rank's logits [tokens, rows] and all labels."""
+        """Return each loss, [tokens] in at least fp32, of this rank's logits [tokens, rows] and all labels."""
         labels = labels.reshape(-1)
         ignored = labels == IGNORED_LABEL
         local, elsewhere = shard.localise(labels)
@@ -85,7 +85,9 @@ def _row_sums(logits: Tensor, local: Tensor, elsewhere: Tensor, valid: int) -> t
     return lse, target
 
 
-def _gradient(logits: Tensor, lse: Tensor, scale: Tensor, target: Tensor, local: Tensor, valid: int) -> Tensor:
+def _gradient(
+    logits: Tensor, lse: Tensor, scale: Tensor, target: Tensor, local: Tensor, valid: int
+) -> Tensor:
     """Return exp(logits - lse) x scale, plus ``target`` in the labels' columns, and 0 in padded ones.
 
     All but the logits [tokens, rows] are [tokens, 1]. The gradient is written over the logits, but for one in a

@@ -76,7 +76,8 @@ class LayerSpec(ModuleSpec):
 
     moved: elements that a forward reads and writes beside the matrices. kept: elements that autograd keeps for the
     backward, with a fused attention kernel. gradients: elements that the backward holds at once; none is cut along
-    the stream. fed: its second half. rereads_output: the backward reads the last output itself. places: the numbers of the layers.
+    the stream. fed: its second half. rereads_output: the backward reads the last output itself. places: the numbers
+    of the layers.
     """
 
     moved: Elements

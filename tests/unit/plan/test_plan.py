@@ -330,7 +330,10 @@ def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
 
 
 def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
-    sizes = {r: layout({"recompute_granularity": r}, cluster()).memory for r in ("none", "selective", "mlp", "full")}
+    sizes = {
+        r: layout({"recompute_granularity": r}, cluster()).memory
+        for r in ("none", "selective", "mlp", "full")
+    }
     kept = [sizes[r].activations for r in ("none", "selective", "mlp", "full")]
     assert kept[0] > kept[1] > kept[2] > kept[3]
     first, last = (
