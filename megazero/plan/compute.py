@@ -36,6 +36,9 @@ ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores onc
 # Per element of an optimizer slice: the norm reads 4, the clip reads and writes 8, the update reads 16 and writes 12.
 UPDATE_BYTES = 40
 COMPILED = 0.5  # of the bytes of a layer's operations that are no products, where a compiler joins them
+# How often a forward reads and writes the logits. A backward counts as two: a compiler's passes are written by the
+# product, read by the loss, and read and written by its gradient.
+LOGITS, COMPILED_LOGITS = 3, 4 / 3
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no rate of codecs
 
 
@@ -171,7 +174,8 @@ class Compute:
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
         rows, weights = model.padded_vocab_size(tp) / tp, self.spec.head.multiply_adds / tp
-        moved = tokens * (3 * rows * self.width + 2 * model.hidden_size * self.width)
+        passes = COMPILED_LOGITS if self.config.training.compile else LOGITS
+        moved = tokens * self.width * (passes * rows + 2 * model.hidden_size)
         return Sizes(2 * tokens * weights, 0.0, moved, weights, products=1)
 
     def _embedding(self) -> Sizes:
