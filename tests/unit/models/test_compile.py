@@ -41,6 +41,7 @@ def graphs() -> int:
         ("full", "llama", (3, 6), {"z_loss": 1e-2}),
         ("none", "llama", (3, 6), {}),
         ("selective", "llama", (3, 6), {}),
+        ("mlp", "llama", (3, 6), {}),
         ("full", "gemma2", (3, 6), {}),
         # Of 32 tokens in chunks of 24 and 8, sums and gradients; of evaluations sums of all. Then 48 tokens.
         ("none", "gpt", (5, 6), {"loss_chunk": 24}),
@@ -60,6 +61,25 @@ def test_whole_graphs_serve_all_steps_and_layers(recompute, family, heads, optio
         assert all(map(torch.equal, step(decoder, key, length), step(plain, key, length)))
         assert graphs() == lengths * 3 * kinds + heads[lengths - 1]
     assert not counters["graph_break"]
+
+
+@pytest.mark.first(1)
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["mlp", "none", "full"])
+def test_layers_with_experts_are_compiled_but_for_router_and_experts(recompute):
+    torch._dynamo.reset()
+    counters.clear()
+    choices = {**DROPOUT, "attention_dropout": 0.0, "num_experts": 4, "moe_router_topk": 2}
+    choices |= {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
+    plain, decoder = (Decoder(make("llama", **choices), recompute=recompute) for _ in range(2))
+    plain.initialize(7), decoder.initialize(7)
+    compile_decoder(decoder, "aot_eager")
+    made = list[int]()
+    for key in (3, 4, 5):
+        assert all(map(torch.equal, step(decoder, key), step(plain, key)))
+        made.append(graphs())
+    # The head's 3; before, beside and behind the router at least one each, in training and in evaluation.
+    assert made[0] == made[-1] >= 3 + 2 * 3
 
 
 COMPILED = {
