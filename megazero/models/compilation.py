@@ -49,9 +49,8 @@ def compile_decoder(decoder: Decoder, backend: str) -> None:
         assert isinstance(layer, DecoderLayer)
         whole = alone and decoder.cp.size == 1 and isinstance(layer.mlp, FeedForward)
         # A recompute is inside a whole graph, which chooses what is kept among all operations, and around others.
-        for name in (
-            ("forward",) if whole else ("_attended", "_fed") if layer.recompute == "mlp" else ("_layer",)
-        ):
+        parts = ("_attended", "_fed") if layer.recompute == "mlp" else ("_layer",)
+        for name in ("forward",) if whole else parts:
             setattr(layer, name, MethodType(functions[name], layer))
     if (head := decoder.head) is None:
         return

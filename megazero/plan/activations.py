@@ -198,10 +198,8 @@ def _head(
         part = 0.0
         if chunked:
             then, last = then + 1, last + 1
-        elif (
-            tp == config.parallel.pipeline_model_parallel_size == 1
-        ):  # a whole graph, which computes tanh again
-            first, then = 1, 2
+        elif tp == config.parallel.pipeline_model_parallel_size == 1:
+            first, then = 1, 2  # a whole graph, which computes tanh again
         else:
             then = max(then, 2)
     sums, product, inputs = 0.0, raw, 2 * stream

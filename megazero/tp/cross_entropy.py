@@ -75,10 +75,10 @@ def _row_sums(logits: Tensor, local: Tensor, elsewhere: Tensor, valid: int) -> t
     if not valid:
         return logits.new_full(local.shape, -torch.inf, dtype=wide), logits.new_zeros(local.shape, dtype=wide)
     target = logits.gather(1, local.unsqueeze(1)).squeeze(1).to(wide).masked_fill(elsewhere, 0)
-    if torch.compiler.is_compiling():  # one pass: inductor joins these operations, and not logsumexp
+    if torch.compiler.is_compiling():  # in the form of which inductor makes one pass, an online softmax
         own = logits[:, :valid].to(wide)
         most = own.amax(-1, keepdim=True)
-        return (own - most).exp().sum(-1).log() + most.squeeze(-1), target
+        return ((own - most).exp().sum(-1, keepdim=True).log() + most).squeeze(-1), target
     lse = torch.empty_like(target)
     for rows in _chunks(logits):
         torch.logsumexp(logits[rows, :valid].to(wide), -1, out=lse[rows])
