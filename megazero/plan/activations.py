@@ -69,6 +69,9 @@ def layer_activations(
     gradients = tokens * width * gradients + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
+    if config.training.recompute_granularity == "mlp":
+        fed = width * (layer.fed.kept.stream / share + layer.fed.kept.inner / tp) + masks / 2
+        return LayerActivations(whole - tokens * fed, tokens * fed + gradients)
     if config.training.recompute_granularity == "selective":
         core = tokens * (width * (layer.mixer.work.out / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
@@ -191,6 +194,14 @@ def _head(
     # gradient before and after each of its operations, and a chunk keeps what they began with.
     capped = bool(model.final_logit_softcapping)
     first, then, last = ((3, 5, 2) if chunked else (2, 3, 1)) if capped else (1, 1, 1)
+    if config.training.compile:  # no part is widened, and the gradient is not written over what it is of
+        part = 0.0
+        if chunked:
+            then, last = then + 1, last + 1
+        elif tp == config.parallel.pipeline_model_parallel_size == 1:
+            first, then = 1, 2  # a whole graph, which computes tanh again
+        else:
+            then = max(then, 2)
     sums, product, inputs = 0.0, raw, 2 * stream
     if chunked:
         sums = raw * max(width, 4) / width

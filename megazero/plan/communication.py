@@ -439,7 +439,7 @@ def expert_rows(
     row, value = activation.hidden * activation.width, max(activation.width, 4)
     coding = dispatch_coding(config.parallel.moe_dispatch_across_nodes, activation.hidden)
     coded = coding.message_bytes(activation.hidden) if coding else row
-    recompute = config.training.recompute_granularity == "full"
+    recompute = config.training.recompute_granularity in ("full", "mlp")
     own, k = (model.num_experts or 0) // grid.ep, model.moe_router_topk
 
     def ways(sent: float, received: float, there: float, values: float, told: float) -> tuple[float, float]:
@@ -471,10 +471,11 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
     if not isinstance(module, LayerSpec):
         return unit * forward, unit * backward
     norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce
-    if config.training.recompute_granularity != "full":
-        return unit * forward + norms, unit * backward + norms
-    # The backward repeats the forward, but for the last sum if nothing reads it.
-    return unit * forward + norms, unit * (backward + forward - (not module.rereads_output)) + 2 * norms
+    # A recompute repeats the forward, or its second half, but for the last sum if nothing reads it.
+    repeats = {"full": (forward, norms), "mlp": (module.fed.sums * (1 + wire), 0)}
+    if repeated := repeats.get(config.training.recompute_granularity):
+        backward += repeated[0] - (not module.rereads_output)
+    return unit * forward + norms, unit * backward + norms + (repeated[1] if repeated else 0)
 
 
 def _sums(activation: Activation, numbers: int) -> int:

@@ -36,6 +36,9 @@ ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores onc
 # Per element of an optimizer slice: the norm reads 4, the clip reads and writes 8, the update reads 16 and writes 12.
 UPDATE_BYTES = 40
 COMPILED = 0.5  # of the bytes of a layer's operations that are no products, where a compiler joins them
+# How often a forward reads and writes the logits. A backward counts as two: a compiler's passes are written by the
+# product, read by the loss, and read and written by its gradient.
+LOGITS, COMPILED_LOGITS = 3, 4 / 3
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no rate of codecs
 
 
@@ -73,7 +76,8 @@ class ModuleTimes(NamedTuple):
 class Sizes(NamedTuple):
     """The size of a forward of one module and micro-batch on a rank.
 
-    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
+    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices. fed:
+    the shares of matrices and of moved that a recompute of the MLP repeats.
     """
 
     matrices: float
@@ -83,6 +87,7 @@ class Sizes(NamedTuple):
     other: float = 0.0
     products: int = 0
     keys: float = 0.0
+    fed: tuple[float, float] = (0.0, 0.0)
 
     @property
     def operations(self) -> float:
@@ -156,15 +161,21 @@ class Compute:
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
         matrices = 2 * tokens * layer.multiply_adds / tp
         attention = 2 * tokens * keys * layer.mixer.work.pair / tp
-        moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
+        moved, again = (
+            each.stream / (tp if self.sharded else 1) + each.inner / tp
+            for each in (layer.moved, layer.fed.moved)
+        )
         products = sum(p.multiplies for p in layer.parameters)
         weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
-        return Sizes(matrices, attention, moved * tokens * self.width, weights, products=products, keys=keys)
+        fed = layer.fed.multiply_adds / layer.multiply_adds, again / moved
+        moved *= tokens * self.width
+        return Sizes(matrices, attention, moved, weights, products=products, keys=keys, fed=fed)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
         rows, weights = model.padded_vocab_size(tp) / tp, self.spec.head.multiply_adds / tp
-        moved = tokens * (3 * rows * self.width + 2 * model.hidden_size * self.width)
+        passes = COMPILED_LOGITS if self.config.training.compile else LOGITS
+        moved = tokens * self.width * (passes * rows + 2 * model.hidden_size)
         return Sizes(2 * tokens * weights, 0.0, moved, weights, products=1)
 
     def _embedding(self) -> Sizes:
@@ -195,8 +206,9 @@ class Compute:
                 self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
             )
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
-        again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
-        again = again if is_layer(kind) else 0.0
+        fed = product * sizes.fed[0] + (forward - product - core) * sizes.fed[1]
+        again = {"full": forward, "selective": core, "mlp": fed}
+        repeated = again.get(self.config.training.recompute_granularity, 0.0) if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(Spent(forward + backward, tensor=into), Spent(tensor=out))
         swaps, exchanged = (
@@ -205,7 +217,7 @@ class Compute:
         there, back = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
         backward -= product
         return ModuleTimes(
-            there._replace(compute=forward), back._replace(compute=backward, recompute=again), product
+            there._replace(compute=forward), back._replace(compute=backward, recompute=repeated), product
         )
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:

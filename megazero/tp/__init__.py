@@ -2,15 +2,17 @@
 
 from megazero.tp.chunked_loss import chunked_loss
 from megazero.tp.context import TensorParallel, reduce_output, sequence_slice
-from megazero.tp.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
+from megazero.tp.cross_entropy import IGNORED_LABEL, PIECES, LossPieces, vocab_parallel_cross_entropy
 from megazero.tp.deferred import DeferredGradients
 from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megazero.tp.vocabulary import VocabParallelEmbedding, VocabShard
 
 __all__ = [
     "IGNORED_LABEL",
+    "PIECES",
     "ColumnParallelLinear",
     "DeferredGradients",
+    "LossPieces",
     "RowParallelLinear",
     "TensorParallel",
     "VocabParallelEmbedding",

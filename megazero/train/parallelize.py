@@ -36,7 +36,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.cp import ContextParallel
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
-from megazero.models.compilation import compile_layers
+from megazero.models.compilation import compile_decoder
 from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
 from megazero.models.positions import Documents
@@ -94,7 +94,7 @@ def build_decoder(
         dtype=dtype,
     )
     if training.compile:
-        compile_layers(decoder, training.compile_backend)
+        compile_decoder(decoder, training.compile_backend)
     return decoder
 
 

@@ -25,7 +25,7 @@ LIFETIMES = (None, "step", "resident", "gathered")
 EXPLICIT = ("1,2,4", "2,2,4", "1,2,2")  # an axis for each of P, G, OS and the replicas
 UP_TO_FOUR = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4]
 MICRO_BATCHES, TIED = (1, 3), (False, True)
-RECOMPUTE, DTYPES, FAMILIES = ("none", "selective", "full"), ("fp32", "fp64"), ("llama", "gpt")
+RECOMPUTE, DTYPES, FAMILIES = ("none", "selective", "mlp", "full"), ("fp32", "fp64"), ("llama", "gpt")
 LOSS_CHUNKS = (None, 3)  # tokens of samples of 8: the last chunk is smaller
 VOCABULARIES = {
     "odd": (33, 32),

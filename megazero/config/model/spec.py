@@ -60,19 +60,31 @@ class Elements(NamedTuple):
     inner: int
 
 
+class Fed(NamedTuple):
+    """What a layer's MLP, or experts, and their norms are of it: activations that ranks add up, multiply-adds and
+    elements moved, as a backward that computes them again repeats them, and elements kept."""
+
+    sums: int
+    multiply_adds: int
+    moved: Elements
+    kept: Elements
+
+
 @dataclass(frozen=True)
 class LayerSpec(ModuleSpec):
     """A kind of layer.
 
     moved: elements that a forward reads and writes beside the matrices. kept: elements that autograd keeps for the
     backward, with a fused attention kernel. gradients: elements that the backward holds at once; none is cut along
-    the stream. rereads_output: the backward reads the last output itself. places: the numbers of the layers.
+    the stream. fed: its second half. rereads_output: the backward reads the last output itself. places: the numbers
+    of the layers.
     """
 
     moved: Elements
     kept: Elements
     gradients: Elements
     mixer: Mixer
+    fed: Fed
     experts: bool = False
     rereads_output: bool = False
     rereads_experts: bool = False
@@ -212,15 +224,26 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     shared = c.moe_shared_expert_intermediate_size is not None
     last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
     reads_output = c.hidden_dropout > 0 or "mlp_output_norm" in norms
+    # What nothing reads is not computed again.
+    again = [p for p in mlp.parameters if reads_output or not p.name.endswith("down_proj.weight")]
+    # The inputs of MLP and of its output's norm; of a parallel block it keeps the residual instead, too.
+    inside = h * (("mlp_norm" in norms) + ("mlp_output_norm" in norms) - c.parallel_block)
+    sums = int(not choices.experts or shared)
     return LayerSpec(
         LAYER,
         parameters,
-        inputs=1 + (not choices.experts or shared),
-        outputs=1 + (not choices.experts or shared),
+        inputs=1 + sums,
+        outputs=1 + sums,
         moved=Elements(10 * h, mixer.work.moved + mlp.moved),
         kept=Elements(streams * h, mixer.work.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         mixer=mixer,
+        fed=Fed(
+            sums,
+            sum(p.multiply_adds for p in again),
+            moved=Elements(5 * h, mlp.moved),
+            kept=Elements(inside, mlp.kept),
+        ),
         experts=choices.experts,
         rereads_output=reads_output or last_read,
         rereads_experts=reads_output or shared,

@@ -20,7 +20,7 @@ BITS_OF_KEYS = (8,)
 OUTER_BITS = (32, 16, *BITS)
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 TRANSFORMS = ("none", "hadamard")
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "mlp", "full")
 DISPATCH = ("no", "exact", "int8")
 BALANCE_LOSSES = AUX, SEQUENCE_AUX, GLOBAL_AUX = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 SINKHORN = "sinkhorn"
@@ -364,7 +364,12 @@ class TrainingConfig:
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=ORDER)
     deterministic_mode: bool = option(False, "only deterministic kernels")
-    recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
+    recompute_granularity: str = option(
+        "none",
+        "activations that the backward recomputes: those of attention's core (selective), of the MLP or experts and "
+        "their norms (mlp), or of whole layers (full)",
+        choices=RECOMPUTE,
+    )
     attention_backend: str = option(
         "auto",
         "implementation of attention: a kernel of torch's (flash with documents is its attention of variable "

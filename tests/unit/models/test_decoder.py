@@ -62,7 +62,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 def test_recompute_gives_the_same_bits(family, recompute, dropout):
     config = make(family, **dropout)
@@ -400,7 +400,7 @@ def test_all_configuration_errors_are_reported_at_once(made, said):
 
 
 def test_another_recompute_is_refused():
-    with refused("'some'", "none, selective, full"):
+    with refused("'some'", "none, selective, mlp, full"):
         Decoder(make("llama"), device="meta", recompute="some")
 
 

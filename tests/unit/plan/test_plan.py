@@ -24,6 +24,7 @@ from megazero.config.options.cluster import (
     load_cluster,
     parse_cluster,
 )
+from megazero.config.options.sections import RECOMPUTE
 from megazero.config.validate import judge
 from megazero.mesh.levels import INTER
 from megazero.plan.base_layout import BaseLayout
@@ -186,7 +187,13 @@ SHARES: tuple[dict[str, object], ...] = (
     {"zero_preset": "zero3", "expert_model_parallel_size": 2, "recompute_granularity": "full"},
     {"zero_preset": "hpz", "expert_model_parallel_size": 2, "zero_chunk_numel": 10**5, **SHARED},
     {"zero_preset": "zero2", "expert_model_parallel_size": 4, **TENSORS, "recompute_granularity": "full"},
-    {"zero_preset": "zero1", "expert_model_parallel_size": 2, **TENSORS, **SHARED},
+    {
+        "zero_preset": "zero1",
+        "expert_model_parallel_size": 2,
+        **TENSORS,
+        **SHARED,
+        "recompute_granularity": "mlp",
+    },
     {"zero_preset": "zero3", "expert_model_parallel_size": 8, **CROSSING, "recompute_granularity": "full"},
     {"zero_preset": "zero2", "expert_model_parallel_size": 8, **CROSSING, **TENSORS, **SHARED},
     {"zero_preset": "zeropp", "expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "int8"},
@@ -330,9 +337,12 @@ def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
 
 
 def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
-    sizes = {r: layout({"recompute_granularity": r}, cluster()).memory for r in ("none", "selective", "full")}
-    kept = [sizes[r].activations for r in ("none", "selective", "full")]
-    assert kept[0] > kept[1] > kept[2]
+    sizes = {
+        r: layout({"recompute_granularity": r}, cluster()).memory
+        for r in ("none", "selective", "mlp", "full")
+    }
+    kept = [sizes[r].activations for r in ("none", "selective", "mlp", "full")]
+    assert kept[0] > kept[1] > kept[2] > kept[3]
     first, last = (
         layout({"pipeline_model_parallel_size": 4, "pipeline_schedule": s}, cluster())
         for s in ("1f1b", "gpipe")
@@ -370,6 +380,24 @@ def test_a_loss_in_chunks_gathers_the_heads_input_once_less() -> None:
     model = plan.config.model
     once = model.seq_length // 2 * model.hidden_size * 2 * plan.base.micro_batches
     assert [a - b for a, b in zip(*sent, strict=True)] == [once, once]
+
+
+def test_a_recompute_takes_the_seconds_of_what_it_repeats() -> None:
+    """With a memory that takes none, of a Llama layer: of its four h x h and three h x ffn, gate and up."""
+    on = cluster()
+    on = replace(on, device=replace(on.device, memory_gbytes_per_s=1e9))
+    times = {
+        each: layout({"model_family": "llama", "recompute_granularity": each}, on).base.compute.times[LAYER]
+        for each in RECOMPUTE
+    }
+    again = {each: found.backward.recompute for each, found in times.items()}
+    h, ffn = (
+        getattr(layout({"model_family": "llama"}, on).config.model, n)
+        for n in ("hidden_size", "ffn_hidden_size")
+    )
+    assert again["none"] == 0 < again["selective"] and again["full"] == times["none"].forward.compute
+    share = again["mlp"] / (again["full"] - again["selective"])
+    assert share == pytest.approx(2 * ffn / (4 * h + 3 * ffn), rel=1e-3)
 
 
 def test_gradients_in_the_forward_shift_the_heads_time() -> None:
