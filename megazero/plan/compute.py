@@ -244,7 +244,7 @@ class Compute:
         """
         if self.tp == 1:
             return 0.0, 0.0, 0.0
-        each = self.activation.summed
+        each = self.activation.summed(self.activation.hidden)
         operation = "gather" if self.sharded else "sum"
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)

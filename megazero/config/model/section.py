@@ -197,6 +197,14 @@ class ModelConfig(MixerOptions):
     moe_router_group_topk: int | None = option(
         None, "groups of --moe-router-num-groups whose experts a token may go to (default: all)", low=1
     )
+    moe_router_group_best: int | None = option(
+        None,
+        "experts by whose scores a group counts (default: as in Megatron, --moe-router-topk // "
+        "--moe-router-group-topk)",
+        low=1,
+        small=1,
+        needs="moe_router_group_topk",
+    )
     moe_router_enable_expert_bias: bool = option(
         False, "experts are chosen by their sigmoids and a bias each, which every step moves towards balance"
     )
@@ -235,6 +243,13 @@ class ModelConfig(MixerOptions):
     def expert_width(self) -> int:
         """Return the width inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def group_best(self) -> int | None:
+        """Return by how many of its experts a group counts."""
+        if self.moe_router_group_topk is None:
+            return None
+        return self.moe_router_group_best or self.moe_router_topk // self.moe_router_group_topk
 
     @property
     def parallel_block(self) -> bool:

@@ -13,14 +13,23 @@ from megazero.config.options.fields import option
 from megazero.families.family import qkv
 
 
+OWN_WIDTHS = "not multi_latent_attention: attention without latents"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxOptions(Backbone):
     """Its options."""
 
     num_query_groups: int = option(
-        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1, small=4
+        MISSING,
+        "key/value heads of grouped-query attention (default: as many as heads)",
+        low=1,
+        small=4,
+        needs=OWN_WIDTHS,
     )
-    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1, small=4)
+    kv_channels: int = option(
+        MISSING, "width of one head (default: hidden / heads)", low=1, small=4, needs=OWN_WIDTHS
+    )
     qk_norm: str = option(
         "none",
         "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
@@ -31,7 +40,9 @@ class SoftmaxOptions(Backbone):
         MISSING, "biases in attention's four linears (default: as --add-bias-linear, which is then the MLP's)"
     )
     add_qkv_bias: bool = option(
-        False, "biases in the query, key and value linears, whatever the other linears have (by family)"
+        False,
+        "biases in the query, key and value linears, whatever the other linears have (by family)",
+        needs=OWN_WIDTHS,
     )
     softmax_scale: float | None = option(
         None, "factor of attention's scores before softmax (default: 1 / sqrt(width of a head))", above=0
@@ -121,14 +132,15 @@ class Softmax(Mixer):
     @property
     def heads(self) -> Heads:
         c, width = self.c, self.c.kv_channels
-        return Heads(c.num_attention_heads, c.num_query_groups, width, width, width, c.attention_scale)
+        return Heads(c.num_attention_heads, c.num_query_groups, width, width, c.attention_scale)
 
     @property
     def work(self) -> TokenWork:
         q, kv = self.c.query_projection_size, self.c.num_query_groups * self.c.kv_channels
         # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
         kept = 3 * q + 2 * kv + (q + kv if self.c.qk_norm != "none" else 0)
-        return TokenWork(4 * (q + kv), kept, pair=2 * q, out=q, norm_sums=2 * (self.c.qk_norm == "all-heads"))
+        sums = 2 * (self.c.qk_norm == "all-heads")
+        return TokenWork(4 * (q + kv), kept, 2 * q, out=q, taken=self.c.hidden_size, core=q, norm_sums=sums)
 
     @property
     def words(self) -> str:
