@@ -28,7 +28,6 @@ FIELDS = {
 del FIELDS["num_query_groups"]
 # Norms of latents have their class's epsilon there, whatever rms_norm_eps says.
 CHOICES = {"multi_latent_attention": True, "qk_norm": "head", "latent_norm_epsilon": 1e-6}
-CHOICES["rotary_interleaved"] = True
 ABSENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 
 

@@ -287,7 +287,13 @@ Mixtral* {"num_experts_per_tok": "2"} -> num_experts_per_tok; text; '2'
 Olmoe* {"clip_qkv": 8.0} -> clip_qkv = 8.0; None
 Olmoe* {"num_experts": 0} -> num_experts = 0
 Glm4Moe* {"norm_topk_prob": False} -> norm_topk_prob = False
-Glm4Moe* {"n_group": 8, "topk_group": 2} -> n_group = 8; topk_group = 2
+DeepseekV3* {"num_key_value_heads": 64} -> num_key_value_heads = 64; only 128
+DeepseekV3* {"qk_head_dim": 128} -> qk_head_dim = 128; only 192
+DeepseekV3* {"attention_bias": True} -> attention_bias = True
+DeepseekV3* {"topk_method": "greedy"} -> topk_method = 'greedy'; 'noaux_tc'
+DeepseekV3* {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 0.5}} -> mscale_all_dim; with mscale
+DeepseekV2* {"norm_topk_prob": True} -> norm_topk_prob = True
+DeepseekV2* {"topk_method": "noaux_tc"} -> topk_method = 'noaux_tc'; greedy, group_limited_greedy
 Glm4Moe* {"n_shared_experts": 0} -> n_shared_experts = 0; above 0
 Dots1* {} -> n_routed_experts; missing; num_experts_per_tok; n_shared_experts
 Dots1* {"scoring_func": "softmax"} -> scoring_func = 'softmax'; 'noaux_tc'
@@ -308,7 +314,7 @@ def test_what_is_not_understood_is_an_error(typed, named):
     "family, parts",
     [
         ("Phimoe", ["a mixture of experts (num_local_experts = 16)"]),
-        ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
+        ("MiniCPM3", ["latent attention (kv_lora_rank = 256)"]),
         ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
         ("GptOss", ["sinks of attention", "a mixture of experts"]),
         ("Qwen3Next", ["linear attention", "a mixture of experts"]),
@@ -448,7 +454,10 @@ glm4_moe SIGMOIDS {"moe_router_topk": 1} -> glm4_moe
 glm4_moe SIGMOIDS {"moe_shared_expert_intermediate_size": 70} -> glm4_moe; --moe-shared-expert-intermediate-size 70
 glm4_moe SIGMOIDS {"moe_router_enable_expert_bias": False} -> --moe-router-enable-expert-bias off
 glm4_moe SIGMOIDS {"moe_router_topk": 4, "moe_router_group_topk": 1, "moe_router_num_groups": 2}
-    -> glm4_moe config; topk_group = 1; n_group = 2
+    -> --moe-router-group-best 4
+deepseek_v3 SIGMOIDS {} -> deepseek_v3
+deepseek_v3 SIGMOIDS {"multi_latent_attention": False} -> glm4_moe
+deepseek_v2 SIGMOIDS {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False} -> deepseek_v2
 mixtral SIGMOIDS {"moe_shared_expert_intermediate_size": None} -> --moe-router-score-f
 llama {"sliding_window": 64} -> mistral
 llama {"qk_norm": "all-heads", "transformer_block_type": "output-norm"} -> olmo2
