@@ -73,7 +73,8 @@ class ModuleTimes(NamedTuple):
 class Sizes(NamedTuple):
     """The size of a forward of one module and micro-batch on a rank.
 
-    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
+    matrices, attention, other: operations. core: those of matrices inside the core that selective recompute repeats.
+    moved: bytes beside the matrices. weights: elements of the matrices.
     """
 
     matrices: float
@@ -83,6 +84,7 @@ class Sizes(NamedTuple):
     other: float = 0.0
     products: int = 0
     keys: float = 0.0
+    core: float = 0.0
 
     @property
     def operations(self) -> float:
@@ -149,17 +151,19 @@ class Compute:
         kinds = layer_kinds(model, layer.places)
         # Keys of a query. With a mask kernels compute the hidden half, too; documents' lengths are not known.
         choice, on_host = self.config.training.attention_backend, self.cluster.on_host
-        chunks = self.grid is not None and self.grid.cp_keys > 1
-        backend = planned(model, choice, documents, 8 * self.width, on_host, chunks)
+        groups = 1 if self.grid is None else self.grid.cp_keys
+        backend = planned(model, choice, documents, 8 * self.width, on_host, groups > 1)
         dense = needs_mask(model, backend, documents)
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
-        matrices = 2 * tokens * layer.multiply_adds / tp
+        core = 2 * tokens * groups * layer.mixer.work.expansion / tp
+        matrices = 2 * tokens * layer.multiply_adds / tp + core * (groups - 1) / groups
         attention = 2 * tokens * keys * layer.mixer.work.pair / tp
         moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
         products = sum(p.multiplies for p in layer.parameters)
         weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
-        return Sizes(matrices, attention, moved * tokens * self.width, weights, products=products, keys=keys)
+        moved *= tokens * self.width
+        return Sizes(matrices, attention, moved, weights, products=products, keys=keys, core=core)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
@@ -195,7 +199,8 @@ class Compute:
                 self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
             )
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
-        again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
+        repeated = core + product * sizes.core / max(matrices, 1.0)
+        again = {"full": forward, "selective": repeated}.get(self.config.training.recompute_granularity, 0.0)
         again = again if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(Spent(forward + backward, tensor=into), Spent(tensor=out))

@@ -30,11 +30,11 @@ from tests.unit.plan.test_plan import MODEL
 SIZES = {**MODEL, "num_layers": 1, "global_batch_size": 2, "micro_batch_size": 2}
 
 
-def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
+def saved_bytes(values: dict[str, object], recompute: str = "none") -> tuple[float, float]:
     """Return the bytes of what a layer's forward saves, parameters and its input aside, and of its input."""
     config = make_config({**SIZES, **values}, World(1, 1))
     dtype = DTYPES[config.precision.params_dtype]
-    decoder = Decoder(config.model, dtype=dtype)
+    decoder = Decoder(config.model, dtype=dtype, recompute=recompute)
     layer = decoder.layers["0"]
     for parameter in layer.parameters():
         torch.nn.init.zeros_(parameter)
@@ -69,6 +69,25 @@ def test_what_a_layer_keeps(family: str, dtype: str) -> None:
     kept = kind_activations(config, width, on_host=True).kept
     least = 0.9 if config.model.attention_dropout else 0.99  # of the math kernel's scores, an estimate
     assert least < kept / (saved + stream) < 1.1
+
+
+LATENT = {
+    **{"model_family": "llama", "multi_latent_attention": True, "kv_lora_rank": 48, "qk_head_dim": 16},
+    **{"qk_pos_emb_head_dim": 8, "v_head_dim": 12, "ffn_hidden_size": 64},
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    "more", [{}, {"q_lora_rank": 40, "qk_norm": "head"}, {"v_head_dim": 24}], ids=["bare", "normed", "one width"]
+)
+def test_what_a_layer_with_latents_keeps(more: dict[str, object], recompute: str, dtype: str) -> None:
+    values = {**LATENT, "params_dtype": dtype, "recompute_granularity": recompute, **more}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    saved, stream = saved_bytes(values, recompute)
+    kept = kind_activations(config, torch.finfo(DTYPES[dtype]).bits // 8, on_host=True).kept
+    assert 0.97 < kept / (saved + stream) < 1.05
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -125,7 +125,7 @@ class Latent(Mixer):
     def work(self) -> TokenWork:
         c, heads = self.c, self.heads
         q, v, made = (heads.number * width for width in (heads.width, c.v_head_dim, c.qk_head_dim + c.v_head_dim))
-        rank, latents = c.q_lora_rank or 0, self.cached + 2 * (c.q_lora_rank or 0)
+        rank = c.q_lora_rank or 0
         # q, k, and v and attention's output, both as wide; o_proj's input.
         return TokenWork(
             moved=8 * q + 2 * (made + v) + 6 * (rank + self.cached),
@@ -134,7 +134,7 @@ class Latent(Mixer):
             out=v,
             taken=rank or c.hidden_size,
             shared=self.cached,
-            latents=latents + (0 if c.qk_norm == "none" else c.kv_lora_rank),
+            latents=rank if c.qk_norm == "none" else 2 * rank + self.cached,  # norms keep their inputs
             core=3 * q,
             expanded=2 * q,
             expansion=made * c.kv_lora_rank,
