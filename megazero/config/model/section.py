@@ -306,7 +306,7 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     hidden, derived = done.get("hidden_size"), {"max_position_embeddings": done.get("seq_length")}
     for mixer in MIXERS.values():
         derived |= mixer.derived(done)
-    if done.get("rotary_scaling") == "yarn":
+    if {**derived, **done}.get("rotary_scaling") == "yarn":
         derived |= {"rotary_scaling_factor": 1.0, "rotary_original_max_position": 4096}
     if hidden:
         derived["ffn_hidden_size"] = (

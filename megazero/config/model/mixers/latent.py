@@ -85,9 +85,11 @@ class Latent(Mixer):
 
     @classmethod
     def derived(cls, done: Mapping[str, Any]) -> dict[str, Any]:
-        found = {"latent_norm_epsilon": done.get("norm_epsilon", 1e-5)}
-        # As Megatron's: neighbouring channels turn.
-        return found | ({"rotary_interleaved": True} if done.get("multi_latent_attention") else {})
+        found: dict[str, Any] = {"latent_norm_epsilon": done.get("norm_epsilon", 1e-5)}
+        if done.get("multi_latent_attention"):  # as Megatron's: neighbouring channels turn, and a factor is yarn's
+            found["rotary_interleaved"] = True
+            found |= {"rotary_scaling": "yarn"} if done.get("rotary_scaling_factor", 1) != 1 else {}
+        return found
 
     @property
     def cached(self) -> int:
