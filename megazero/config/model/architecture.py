@@ -190,9 +190,11 @@ def _value(options: ModelConfig, option: Option) -> Any:
     """
     meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": mixers_of(options)[0].heads.scale}
     meant["moe_ffn_hidden_size"] = options.expert_width
+    meant["latent_norm_epsilon"] = options.latent_norm_epsilon or options.norm_epsilon
     meant["moe_router_topk_scaling_factor"] = options.moe_router_topk_scaling_factor or 1.0
     meant["moe_router_group_best"] = options.group_best
-    if options.moe_router_group_topk == options.moe_router_num_groups:  # all groups, as without them
+    kept = options.moe_router_group_topk
+    if kept is not None and kept == options.moe_router_num_groups:  # all groups, as without them
         meant |= dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_best"))
     if all(kind.experts for kind in layer_kinds(options)):  # no layer has another width
         meant["ffn_hidden_size"] = options.expert_width

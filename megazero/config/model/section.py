@@ -246,10 +246,9 @@ class ModelConfig(MixerOptions):
 
     @property
     def group_best(self) -> int | None:
-        """Return by how many of its experts a group counts."""
-        if self.moe_router_group_topk is None:
-            return None
-        return self.moe_router_group_best or self.moe_router_topk // self.moe_router_group_topk
+        """Return by how many of its experts a group counts, if there are groups."""
+        kept = self.moe_router_group_topk
+        return self.moe_router_group_best or (self.moe_router_topk // kept if kept else None)
 
     @property
     def parallel_block(self) -> bool:

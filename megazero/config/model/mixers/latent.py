@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.model.mixers.mixer import Exchanged, Heads, Mixer, TokenWork
@@ -36,8 +36,8 @@ class LatentOptions(SoftmaxOptions):
         64, "channels that rotary positions turn, of a key one for all heads", low=2, small=4, needs=LATENT_NEEDS
     )
     v_head_dim: int = option(128, "channels of a value", low=1, small=8, needs=LATENT_NEEDS)
-    latent_norm_epsilon: float = option(
-        MISSING, "epsilon inside norms of latents (default: --norm-epsilon; by family)", above=0, needs=LATENT_NEEDS
+    latent_norm_epsilon: float | None = option(
+        None, "epsilon inside norms of latents (default: --norm-epsilon; by family)", above=0, needs=LATENT_NEEDS
     )
 
 
@@ -85,11 +85,11 @@ class Latent(Mixer):
 
     @classmethod
     def derived(cls, done: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"latent_norm_epsilon": done.get("norm_epsilon", 1e-5)}
-        if done.get("multi_latent_attention"):  # as Megatron's: neighbouring channels turn, and a factor is yarn's
-            found["rotary_interleaved"] = True
-            found |= {"rotary_scaling": "yarn"} if done.get("rotary_scaling_factor", 1) != 1 else {}
-        return found
+        if not done.get("multi_latent_attention"):
+            return {}
+        # As Megatron's: neighbouring channels turn, and a factor is yarn's.
+        stretched = done.get("rotary_scaling_factor", 1) != 1
+        return {"rotary_interleaved": True} | ({"rotary_scaling": "yarn"} if stretched else {})
 
     @property
     def cached(self) -> int:
