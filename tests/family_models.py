@@ -103,7 +103,13 @@ ROUTED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dens
 ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"}
 GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 # One width alone would not show which is which.
-LATENT = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 DEEPSEEK = {name: value for name, value in ROUTED.items() if name != "head_dim"}
 DEEPSEEK |= {**LATENT, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
 DEEPSEEK_V2 = {**DEEPSEEK, "norm_topk_prob": False, "q_lora_rank": None}

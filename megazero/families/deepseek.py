@@ -10,8 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.families import llama
-from megazero.families.config_json.expert_fields import DEEPSEEK_COUNT, OTHER_COUNT, OTHER_DEEPSEEK_COUNT
-from megazero.families.config_json.expert_fields import deepseek, deepseek_v2
+from megazero.families.config_json.expert_fields import (
+    DEEPSEEK_COUNT,
+    OTHER_COUNT,
+    OTHER_DEEPSEEK_COUNT,
+    deepseek,
+    deepseek_v2,
+)
 from megazero.families.config_json.field_groups import chosen, unread
 from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.config_json.rotary_fields import ROTARY
@@ -28,7 +33,13 @@ FIELDS = {
 del FIELDS["num_query_groups"]
 # Norms of latents have their class's epsilon there, whatever rms_norm_eps says.
 CHOICES = {"multi_latent_attention": True, "qk_norm": "head", "latent_norm_epsilon": 1e-6}
-ABSENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+ABSENT = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 def _read_heads(config: Config) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def relative(
 
     ``choices`` are defaults that differ from Llama's, ``absent`` what an absent field means where that differs.
     With ``tied``, embeddings and head are tied by default, in a new model as in a config.json. ``model_type`` is
-    given where transformers has another name; ``other_types`` are read, too. See ``Family`` and ``HuggingFace`` for the rest.
+    given where transformers has another name; ``other_types`` are read, too. See ``Family`` and ``HuggingFace`` for
+    the rest.
     """
     return Family(
         name=name,

@@ -176,7 +176,7 @@ def _split_rms_norm(tp: TensorParallel, eps: float, count: int, *tensors: Tensor
 def make_norm(
     config: ModelConfig, size: int | None = None, eps: float | None = None, **factory: Any
 ) -> nn.Module:
-    """Return the configuration's norm over ``size`` elements with ``eps``: by default the hidden dim, norm_epsilon."""
+    """Return the configuration's norm over ``size`` elements (the hidden dim) with ``eps`` (norm_epsilon)."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     size = config.hidden_size if size is None else size
     eps = config.norm_epsilon if eps is None else eps

@@ -87,8 +87,8 @@ class _Whole(torch.autograd.Function):
 
 
 def whole(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Return [s, b, n] of all positions, of which each rank then computes something else: its heads. ``x`` is that, or
-    the rank's slice under sequence parallel. Its gradient is the sum of the ranks'.
+    """Return [s, b, n] of all positions, of which each rank makes its own heads. ``x`` is that, or the rank's slice
+    under sequence parallel. Its gradient is the sum of the ranks'.
     """
     return x if tp.size == 1 else _whole(x, tp)
 

@@ -10,7 +10,6 @@ import torch
 
 from tests.megatron.case import Case
 
-
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
 LATENT |= {"multi_latent_attention": True, "rotary_scaling_factor": 4.0, "mscale": 0.9, "mscale_all_dim": 0.7}
 
@@ -58,7 +57,11 @@ def model_config(case: Case) -> Any:
         recompute_granularity="full" if case.recompute else None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
-        **{**(gated if case.gated else {}), **(moe if case.experts else {}), **(latent if case.latent else {})},
+        **{
+            **(gated if case.gated else {}),
+            **(moe if case.experts else {}),
+            **(latent if case.latent else {}),
+        },
     )
 
 
@@ -104,7 +107,9 @@ def _of_two_widths() -> type:
     multi_latent_attention.HAVE_TE = False  # or it takes the package for installed, and its classes are None
 
     class TwoWidths(DotProductAttention):  # type: ignore[misc]
-        def __init__(self, config: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **more: Any) -> None:
+        def __init__(
+            self, config: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **more: Any
+        ) -> None:
             super().__init__(config, *args, **more)
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
 

@@ -188,7 +188,10 @@ def _value(options: ModelConfig, option: Option) -> Any:
     Biases of q, k and v may be said twice, the default of a scale or a width and the base of a window, too, and a
     choice of layers in two ways.
     """
-    meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": mixers_of(options)[0].heads.scale}
+    meant: dict[str, Any] = {
+        "add_qkv_bias": options.qkv_bias,
+        "softmax_scale": mixers_of(options)[0].heads.scale,
+    }
     meant["moe_ffn_hidden_size"] = options.expert_width
     meant["latent_norm_epsilon"] = options.latent_norm_epsilon or options.norm_epsilon
     meant["moe_router_topk_scaling_factor"] = options.moe_router_topk_scaling_factor or 1.0

@@ -34,7 +34,10 @@ LAYER_NORMS = {
 class ModelConfig(MixerOptions):
     """The decoder. A vocabulary of None is that of the tokenizer, which is not read yet."""
 
-    NEEDS: ClassVar = {"rotary_": ROPE, "yarn_": (ROPE, "rotary_scaling = yarn"), "moe_": EXPERTS}
+    NEEDS: ClassVar = {
+        **MixerOptions.NEEDS,
+        **{"rotary_": ROPE, "yarn_": (ROPE, "rotary_scaling = yarn"), "moe_": EXPERTS},
+    }
 
     ffn_hidden_size: int = option(
         MISSING,

@@ -93,8 +93,10 @@ _OF_THE_PROGRAM = re.compile(
     r"|(ep|tp)_size|gemm_shapes|stream_ckpt_dequant|use_layer_wise_distributed_optimizer"
 )
 _IDLE = re.compile(r"fim_|expert_|moe_")  # have an effect beside others alone
-_OF_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-_OF_YARN += ("original_max_position_embeddings",)
+_OF_YARN = (
+    *("rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+    "original_max_position_embeddings",
+)
 _OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
 _FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 

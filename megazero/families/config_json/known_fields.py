@@ -11,8 +11,14 @@ from megazero.families.config_json.missing import EXPERTS, LATENT, part_of
 # Such layers stand behind the model's own. Their tensors are left out only where this field is set aside.
 MORE_TOKENS = "num_nextn_predict_layers"
 # Of training alone: dropout, losses that balance experts. Patterns as of file names, here and below.
-OF_TRAINING = ("*_dropout", "*_pdrop", "output_router_logits", "router_aux_loss_coef")
-OF_TRAINING += ("aux_loss_alpha", "seq_aux")  # DeepSeek's
+OF_TRAINING = (
+    "*_dropout",
+    "*_pdrop",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+)
 # They change nothing in the function that a model computes: names, dtypes, tokens of generation, training, layers
 # that predict further tokens, labels of classifiers, the order of sums.
 INERT = (

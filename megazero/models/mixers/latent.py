@@ -96,9 +96,8 @@ class LatentAttention(nn.Module):
 
     def _keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [s, b, heads, d] of this rank's heads. ``latent`` has one head."""
-        peers = self.cp.heads
-        weight = self.kv_up_proj.weight
-        tp = self.alone
+        peers, tp = self.cp.heads, self.alone
+        weight: Tensor = self.kv_up_proj.weight
         if peers.size > 1:  # a part of a parameter, whose gradient cannot be put off
             weight, tp = weight.chunk(peers.size)[peers.rank], replace(tp, deferred=None)
         latent, turned = self._parts(latent)

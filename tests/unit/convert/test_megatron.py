@@ -86,7 +86,12 @@ OF_EXPERTS |= {"moe_token_drop_policy": "probs", "moe_aux_loss_coeff": 0.0, "moe
 OF_EXPERTS |= {"moe_expert_capacity_factor": None, "moe_deepep_num_sms": 20, "expert_tensor_parallel_size": 1}
 
 
-OF_LATENTS = {"multi_latent_attention": True, "kv_lora_rank": 16, "kv_channels": 8, "rotary_interleaved": False}
+OF_LATENTS = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 16,
+    "kv_channels": 8,
+    "rotary_interleaved": False,
+}
 # And of every run.
 ITS_OWN = {
     **{"train_iters": 5, "train_samples": None, "lr_warmup_samples": 0, "lr": 0.01, "iterations_to_skip": []},
@@ -390,7 +395,10 @@ def test_without_arguments_flags_say_the_model(tmp_path):
 @pytest.mark.parametrize(
     "said, part",
     [
-        ({"multi_head_latent_attention": True}, "--multi-head-latent-attention .*of other kinds nothing is built"),
+        (
+            {"multi_head_latent_attention": True},
+            "--multi-head-latent-attention .*of other kinds nothing is built",
+        ),
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),

@@ -80,7 +80,9 @@ LATENT = {
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize(
-    "more", [{}, {"q_lora_rank": 40, "qk_norm": "head"}, {"v_head_dim": 24}], ids=["bare", "normed", "one width"]
+    "more",
+    [{}, {"q_lora_rank": 40, "qk_norm": "head"}, {"v_head_dim": 24}],
+    ids=["bare", "normed", "one width"],
 )
 def test_what_a_layer_with_latents_keeps(more: dict[str, object], recompute: str, dtype: str) -> None:
     values = {**LATENT, "params_dtype": dtype, "recompute_granularity": recompute, **more}

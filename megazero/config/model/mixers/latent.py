@@ -6,38 +6,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megazero.config.model.mixers.mixer import Exchanged, Heads, Mixer, TokenWork
 from megazero.config.model.mixers.softmax import SoftmaxOptions
 from megazero.config.model.parameters import ParameterSpec, column, norm, row
 from megazero.config.options.fields import option
 
-LATENT_NEEDS = "multi_latent_attention"
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentOptions(SoftmaxOptions):
     """Its options, beside those of softmax attention."""
 
+    NEEDS: ClassVar = {
+        **SoftmaxOptions.NEEDS,
+        **dict.fromkeys(
+            ("q_lora_", "kv_lora_", "qk_head_", "qk_pos_", "v_head_", "latent_"), "multi_latent_attention"
+        ),
+    }
+
     multi_latent_attention: bool = option(
         False, "keys and values of all heads are made of one latent vector of each token (by family)"
     )
     q_lora_rank: int | None = option(
-        None, "width of the latent of queries (default: queries have none)", low=1, small=8, needs=LATENT_NEEDS
+        None, "width of the latent of queries (default: queries have none)", low=1, small=8
     )
-    kv_lora_rank: int = option(
-        32, "width of the latent of keys and values", low=1, small=8, needs=LATENT_NEEDS
-    )
-    qk_head_dim: int = option(
-        128, "channels of a query and a key without positions", low=1, small=8, needs=LATENT_NEEDS
-    )
+    kv_lora_rank: int = option(32, "width of the latent of keys and values", low=1, small=8)
+    qk_head_dim: int = option(128, "channels of a query and a key without positions", low=1, small=8)
     qk_pos_emb_head_dim: int = option(
-        64, "channels that rotary positions turn, of a key one for all heads", low=2, small=4, needs=LATENT_NEEDS
+        64, "channels that rotary positions turn, of a key one for all heads", low=2, small=4
     )
-    v_head_dim: int = option(128, "channels of a value", low=1, small=8, needs=LATENT_NEEDS)
+    v_head_dim: int = option(128, "channels of a value", low=1, small=8)
     latent_norm_epsilon: float | None = option(
-        None, "epsilon inside norms of latents (default: --norm-epsilon; by family)", above=0, needs=LATENT_NEEDS
+        None, "epsilon inside norms of latents (default: --norm-epsilon; by family)", above=0
     )
 
 
@@ -100,7 +101,11 @@ class Latent(Mixer):
         c, heads, rank = self.c, self.heads, self.c.q_lora_rank
         queries, made = heads.number * heads.width, heads.number * (c.qk_head_dim + c.v_head_dim)
         parameters = [
-            *(column(c, "attention.q_full_proj", queries, False) if rank is None else self._down("q", rank, rank)),
+            *(
+                column(c, "attention.q_full_proj", queries, False)
+                if rank is None
+                else self._down("q", rank, rank)
+            ),
             *(column(c, "attention.q_up_proj", queries, False, columns=rank) if rank else ()),
             *self._down("kv", self.cached, c.kv_lora_rank),
             *column(c, "attention.kv_up_proj", made, False, columns=c.kv_lora_rank),
@@ -126,7 +131,9 @@ class Latent(Mixer):
     @property
     def work(self) -> TokenWork:
         c, heads = self.c, self.heads
-        q, v, made = (heads.number * width for width in (heads.width, c.v_head_dim, c.qk_head_dim + c.v_head_dim))
+        q, v, made = (
+            heads.number * width for width in (heads.width, c.v_head_dim, c.qk_head_dim + c.v_head_dim)
+        )
         rank = c.q_lora_rank or 0
         # q, k, and v and attention's output, both as wide; o_proj's input.
         return TokenWork(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megazero.config.model.mixers.mixer import Heads, Mixer, TokenWork
 from megazero.config.model.parameters import Backbone, ParameterSpec, column, norm, row
@@ -13,23 +13,19 @@ from megazero.config.options.fields import option
 from megazero.families.family import qkv
 
 
-OWN_WIDTHS = "not multi_latent_attention: attention without latents"
-
-
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxOptions(Backbone):
     """Its options."""
 
+    NEEDS: ClassVar = dict.fromkeys(
+        ("num_query_groups", "kv_channels", "add_qkv_bias"),
+        "not multi_latent_attention: attention without latents",
+    )
+
     num_query_groups: int = option(
-        MISSING,
-        "key/value heads of grouped-query attention (default: as many as heads)",
-        low=1,
-        small=4,
-        needs=OWN_WIDTHS,
+        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1, small=4
     )
-    kv_channels: int = option(
-        MISSING, "width of one head (default: hidden / heads)", low=1, small=4, needs=OWN_WIDTHS
-    )
+    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1, small=4)
     qk_norm: str = option(
         "none",
         "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
@@ -40,9 +36,7 @@ class SoftmaxOptions(Backbone):
         MISSING, "biases in attention's four linears (default: as --add-bias-linear, which is then the MLP's)"
     )
     add_qkv_bias: bool = option(
-        False,
-        "biases in the query, key and value linears, whatever the other linears have (by family)",
-        needs=OWN_WIDTHS,
+        False, "biases in the query, key and value linears, whatever the other linears have (by family)"
     )
     softmax_scale: float | None = option(
         None, "factor of attention's scores before softmax (default: 1 / sqrt(width of a head))", above=0
