@@ -18,7 +18,7 @@ from megazero.config.options.fields import option
 class LatentOptions(SoftmaxOptions):
     """Its options, beside those of softmax attention."""
 
-    NEEDS: ClassVar = {
+    NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
         **SoftmaxOptions.NEEDS,
         **dict.fromkeys(
             ("q_lora_", "kv_lora_", "qk_head_", "qk_pos_", "v_head_", "latent_"), "multi_latent_attention"

@@ -17,7 +17,7 @@ from megazero.families.family import qkv
 class SoftmaxOptions(Backbone):
     """Its options."""
 
-    NEEDS: ClassVar = dict.fromkeys(
+    NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = dict.fromkeys(
         ("num_query_groups", "kv_channels", "add_qkv_bias"),
         "not multi_latent_attention: attention without latents",
     )
