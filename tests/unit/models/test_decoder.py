@@ -277,7 +277,10 @@ def test_parameter_count_and_flops(family):
     windows = dataclasses.replace(
         config, sliding_window=6, window_attn_skip_freq=(2,)
     )  # in the first layer of two
-    assert formula - training_flops(windows, [16, 16]) == 6 * config.query_projection_size * 2 * (16 - 6) ** 2
+    assert (
+        formula - training_flops(windows, [16, 16])
+        == 3 * config.num_attention_heads * widths * 2 * (16 - 6) ** 2
+    )
     padded = dataclasses.replace(config, pad_vocab_size_to=400)
     assert parameter_count(padded) == parameter_count(config)
     assert training_flops(padded, [16, 16]) - formula == 6 * 32 * 48 * 80
