@@ -19,7 +19,7 @@ class SoftmaxOptions(Backbone):
 
     NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = dict.fromkeys(
         ("num_query_groups", "kv_channels", "add_qkv_bias"),
-        "not multi_latent_attention: attention without latents",
+        "not multi_latent_attention: --no-multi-latent-attention",
     )
 
     num_query_groups: int = option(
