@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Frequency = tuple[int, ...] | None
-SOFTMAX = "softmax"  # a mixer of tokens (config/model/mixers)
+SOFTMAX, LATENT = "softmax", "latent"  # mixers of tokens (config/model/mixers)
 MOST_LAYERS = 10_000  # of a model: a number beyond is a mistake, whose layers would be counted out for hours
 
 
@@ -68,7 +68,7 @@ def layer_kind(options: Any, index: int) -> LayerKind:
 
 def mixers(options: Any) -> tuple[str, ...]:
     """Return the names of the mixers of tokens that layers have. It asks no list of layers, which may be illegal."""
-    return (SOFTMAX,)
+    return (LATENT if options.multi_latent_attention else SOFTMAX,)
 
 
 def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[LayerKind]:

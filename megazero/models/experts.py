@@ -93,6 +93,7 @@ def router_of(config: ModelConfig) -> Router:
         scaling_factor=config.moe_router_topk_scaling_factor,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        group_best=config.group_best,
     )
 
 

@@ -53,7 +53,10 @@ def layer_activations(
     own, once = (sum(layer.mixer.exchanged(tp, each).gathered) for each in (ranks, 1))
     # Those that are there again: copies, since ranks outnumber the key/value heads, and what is gathered.
     again = own - once + (groups - 1) * own
-    elements = layer.kept.stream / share + layer.kept.inner / tp + again
+    # Keys and values that are made of latents: of all groups' tokens.
+    work = layer.mixer.work
+    made = (groups - 1) * work.expanded / tp
+    elements = layer.kept.stream / share + layer.kept.inner / tp + work.shared + again + made
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     wide, pairs = max(width, 4), heads * model.seq_length
     backend = _backend(config, width, on_host, groups > 1)
@@ -73,7 +76,7 @@ def layer_activations(
         fed = width * (layer.fed.kept.stream / share + layer.fed.kept.inner / tp) + masks / 2
         return LayerActivations(whole - tokens * fed, tokens * fed + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * (layer.mixer.work.out / tp + again) + 4 * heads) + scores
+        core = tokens * (width * (work.core / tp + again + made) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
 

@@ -221,12 +221,11 @@ class Activation:
         elements = self.whole // self.width
         return elements // self.tp * self.width if elements % self.tp == 0 else self.whole
 
-    @property
-    def summed(self) -> int:
-        """The bytes that a rank sends in a sum over tensor-parallel ranks: a ring's all-reduce, or with sequence
-        parallel one half of it.
+    def summed(self, elements: int) -> int:
+        """Return the bytes that a rank sends in a sum of so many elements of a token over tensor-parallel ranks: a
+        ring's all-reduce, or with sequence parallel one half of it.
         """
-        share = (self.tp - 1) * self.whole // self.tp
+        share = (self.tp - 1) * self.length * self.samples * elements * self.width // self.tp
         return share if self.sequence_parallel else 2 * share
 
 
@@ -461,21 +460,23 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
     The forward adds up outputs; under sequence parallelism it first gathers inputs, and scatters the sums. The
     backward does the same with the gradients, and under sequence parallel gathers the inputs once more.
     """
-    unit, wire = activation.summed, int(activation.sequence_parallel)
-    forward = module.outputs + wire * module.inputs
-    backward = module.inputs * (1 + wire) + wire * module.outputs
+    summed, wire, hidden = activation.summed, int(activation.sequence_parallel), activation.hidden
+    shared = module.mixer.work.shared if isinstance(module, LayerSpec) else 0
+    forward = module.outputs + wire * (module.inputs + shared)
+    backward = module.inputs * (1 + wire) + shared + wire * module.outputs
     if module.kind == HEAD:
         # Chunks compute the head's gradients in its forward, which has the gathered input already.
-        backward -= wire * has_loss_chunks(config)
-        return unit * forward + _sums(activation, 2), unit * backward
+        backward -= wire * has_loss_chunks(config) * hidden
+        return summed(forward) + _sums(activation, 2), summed(backward)
     if not isinstance(module, LayerSpec):
-        return unit * forward, unit * backward
+        return summed(forward), summed(backward)
     norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce
     # A recompute repeats the forward, or its second half, but for the last sum if nothing reads it.
-    repeats = {"full": (forward, norms), "mlp": (module.fed.sums * (1 + wire), 0)}
-    if repeated := repeats.get(config.training.recompute_granularity):
-        backward += repeated[0] - (not module.rereads_output)
-    return unit * forward + norms, unit * backward + norms + (repeated[1] if repeated else 0)
+    repeats = {"full": (forward, norms), "mlp": (module.fed.sums * hidden * (1 + wire), 0)}
+    repeated, normed = repeats.get(config.training.recompute_granularity, (0, 0))
+    if repeated and not module.rereads_output:
+        repeated -= hidden
+    return summed(forward) + norms, summed(backward + repeated) + norms + normed
 
 
 def _sums(activation: Activation, numbers: int) -> int:

@@ -76,8 +76,9 @@ class ModuleTimes(NamedTuple):
 class Sizes(NamedTuple):
     """The size of a forward of one module and micro-batch on a rank.
 
-    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices. fed:
-    the shares of matrices and of moved that a recompute of the MLP repeats.
+    matrices, attention, other: operations. core: those of matrices inside the core that selective recompute repeats.
+    moved: bytes beside the matrices. weights: elements of the matrices. fed: the shares of matrices and of moved that
+    a recompute of the MLP repeats.
     """
 
     matrices: float
@@ -87,6 +88,7 @@ class Sizes(NamedTuple):
     other: float = 0.0
     products: int = 0
     keys: float = 0.0
+    core: float = 0.0
     fed: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -154,12 +156,13 @@ class Compute:
         kinds = layer_kinds(model, layer.places)
         # Keys of a query. With a mask kernels compute the hidden half, too; documents' lengths are not known.
         choice, on_host = self.config.training.attention_backend, self.cluster.on_host
-        chunks = self.grid is not None and self.grid.cp_keys > 1
-        backend = planned(model, choice, documents, 8 * self.width, on_host, chunks)
+        groups = 1 if self.grid is None else self.grid.cp_keys
+        backend = planned(model, choice, documents, 8 * self.width, on_host, groups > 1)
         dense = needs_mask(model, backend, documents)
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
-        matrices = 2 * tokens * layer.multiply_adds / tp
+        core = 2 * tokens * groups * layer.mixer.work.expansion / tp
+        matrices = 2 * tokens * layer.multiply_adds / tp + core * (groups - 1) / groups
         attention = 2 * tokens * keys * layer.mixer.work.pair / tp
         moved, again = (
             each.stream / (tp if self.sharded else 1) + each.inner / tp
@@ -169,7 +172,7 @@ class Compute:
         weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
         fed = layer.fed.multiply_adds / layer.multiply_adds, again / moved
         moved *= tokens * self.width
-        return Sizes(matrices, attention, moved, weights, products=products, keys=keys, fed=fed)
+        return Sizes(matrices, attention, moved, weights, 0.0, products, keys, core, fed)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
@@ -207,7 +210,7 @@ class Compute:
             )
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
         fed = product * sizes.fed[0] + (forward - product - core) * sizes.fed[1]
-        again = {"full": forward, "selective": core, "mlp": fed}
+        again = {"full": forward, "selective": core + product * sizes.core / max(matrices, 1.0), "mlp": fed}
         repeated = again.get(self.config.training.recompute_granularity, 0.0) if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(Spent(forward + backward, tensor=into), Spent(tensor=out))
@@ -256,7 +259,7 @@ class Compute:
         """
         if self.tp == 1:
             return 0.0, 0.0, 0.0
-        each = self.activation.summed
+        each = self.activation.summed(self.activation.hidden)
         operation = "gather" if self.sharded else "sum"
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)

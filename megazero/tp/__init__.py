@@ -1,7 +1,7 @@
 """Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy, sequence parallelism."""
 
 from megazero.tp.chunked_loss import chunked_loss
-from megazero.tp.context import TensorParallel, reduce_output, sequence_slice
+from megazero.tp.context import TensorParallel, reduce_output, sequence_slice, whole
 from megazero.tp.cross_entropy import IGNORED_LABEL, PIECES, LossPieces, vocab_parallel_cross_entropy
 from megazero.tp.deferred import DeferredGradients
 from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -22,4 +22,5 @@ __all__ = [
     "reduce_output",
     "sequence_slice",
     "vocab_parallel_cross_entropy",
+    "whole",
 ]

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megazero.comm.peers import Peers
 from megazero.mesh.grid import nearest_multiple
@@ -67,6 +70,32 @@ def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
             f"sequence parallel needs; pad to {-(-x.shape[0] // tp.size) * tp.size} or turn it off"
         )
     return tp.scatter(x)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return tp.start_gather(x).wait() if tp.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        tp: TensorParallel = ctx.tp
+        pending = tp.start_scatter(grad) if tp.sequence_parallel else tp.start_sum(grad.clone())
+        return pending.wait(), None
+
+
+def whole(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return [s, b, n] of all positions, of which each rank makes its own heads. ``x`` is that, or the rank's slice
+    under sequence parallel. Its gradient is the sum of the ranks'.
+    """
+    return x if tp.size == 1 else _whole(x, tp)
+
+
+@torch._disable_dynamo
+def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
+    return _Whole.apply(x, tp)
 
 
 def sequence_slice(length: int, tp: TensorParallel) -> slice:

@@ -29,7 +29,7 @@ def is_layer(kind: str) -> bool:
 class ModuleSpec:
     """The embedding, a kind of layer, or the head.
 
-    inputs, outputs: how many activations [s, b, h] its tensor-parallel linears take in, and how many they add up.
+    inputs, outputs: elements of a token that its tensor-parallel linears take in, and that they add up.
     """
 
     kind: str
@@ -104,13 +104,13 @@ class ModelSpec:
     def embedding(self) -> ModuleSpec:
         c = self.config
         parameters = (*_positions(c), _words(c, "tokens.weight"))
-        return ModuleSpec(EMBEDDING, parameters, inputs=0, outputs=1)
+        return ModuleSpec(EMBEDDING, parameters, inputs=0, outputs=c.hidden_size)
 
     @cached_property
     def head(self) -> ModuleSpec:
         c = self.config
         parameters = (replace(_words(c, "weight"), multiplies=True), *norm(c, "norm"))
-        return ModuleSpec(HEAD, parameters, inputs=1, outputs=0)
+        return ModuleSpec(HEAD, parameters, inputs=c.hidden_size, outputs=0)
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -232,10 +232,10 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     return LayerSpec(
         LAYER,
         parameters,
-        inputs=1 + sums,
-        outputs=1 + sums,
+        inputs=mixer.work.taken + h * sums,
+        outputs=h + h * sums,
         moved=Elements(10 * h, mixer.work.moved + mlp.moved),
-        kept=Elements(streams * h, mixer.work.kept + mlp.kept),
+        kept=Elements(streams * h + mixer.work.latents, mixer.work.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         mixer=mixer,
         fed=Fed(

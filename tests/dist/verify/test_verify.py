@@ -147,6 +147,7 @@ CERTIFIED = {
     "experts of replicas, lion": EXPERTS_APART,
     "gathered keys": KEYS,
     "swaps and gathered keys": BOTH_OF_TENSORS,
+    "gathered latents": f"{KEYS} --multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-layernorm",
     "keys, INT8": CODED_KEYS,
     "swaps and keys, INT8": f"{BOTH_OF_TENSORS} --cp-gather-bits 8",
     "shared experts, zeropp": SHARED_ZEROPP,

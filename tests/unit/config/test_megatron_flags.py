@@ -135,6 +135,8 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "min-scale": "1 --fp16",
         "rotary-seq-len-interpolation-factor": "2",
         "yarn-original-max-position-embeddings": "64",
+        "original-max-position-embeddings": "64",
+        "rope-type": "yarn",
         "sliding-window-size": "64",
     }
     for row in (row for name in names(MAP) for row in flags()[name] if row.kind == MAP):

@@ -267,14 +267,20 @@ def test_parameter_count_and_flops(family):
     counted = counter.get_flop_counts()["Global"]
     attention = sum(v for op, v in counted.items() if "attention" in str(op) or "bmm" in str(op))
     formula = training_flops(config, [16, 16])
-    half_attention = 6 * config.query_projection_size * config.num_layers * 2 * 16 * 16
+    widths = 2 * config.kv_channels  # of a key and a value
+    if config.multi_latent_attention:
+        widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+    half_attention = 3 * config.num_attention_heads * widths * config.num_layers * 2 * 16 * 16
     assert sum(counted.values()) - attention == formula - half_attention
     assert config.padded_vocab_size(1) == 320
     assert training_flops(config, [32]) > formula
     windows = dataclasses.replace(
         config, sliding_window=6, window_attn_skip_freq=(2,)
     )  # in the first layer of two
-    assert formula - training_flops(windows, [16, 16]) == 6 * config.query_projection_size * 2 * (16 - 6) ** 2
+    assert (
+        formula - training_flops(windows, [16, 16])
+        == 3 * config.num_attention_heads * widths * 2 * (16 - 6) ** 2
+    )
     padded = dataclasses.replace(config, pad_vocab_size_to=400)
     assert parameter_count(padded) == parameter_count(config)
     assert training_flops(padded, [16, 16]) - formula == 6 * 32 * 48 * 80

@@ -79,6 +79,26 @@ def test_what_a_layer_with_experts_keeps(more: dict[str, object], dtype: str) ->
     assert 0.95 < kept / kept_bytes(values) < 1.1
 
 
+LATENT = {
+    **{"model_family": "llama", "multi_latent_attention": True, "kv_lora_rank": 48, "qk_head_dim": 16},
+    **{"qk_pos_emb_head_dim": 8, "v_head_dim": 12, "ffn_hidden_size": 64},
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"q_lora_rank": 40, "qk_norm": "head"}, {"v_head_dim": 24}],
+    ids=["bare", "normed", "one width"],
+)
+def test_what_a_layer_with_latents_keeps(more: dict[str, object], recompute: str, dtype: str) -> None:
+    values = {**LATENT, "params_dtype": dtype, "recompute_granularity": recompute, **more}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    kept = kind_activations(config, torch.finfo(DTYPES[dtype]).bits // 8, on_host=True).kept
+    assert 0.97 < kept / kept_bytes(values) < 1.05
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "model",

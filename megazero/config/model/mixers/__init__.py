@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.model.mixers.latent import Latent, LatentOptions
 from megazero.config.model.mixers.mixer import Mixer
-from megazero.config.model.mixers.softmax import Softmax, SoftmaxOptions
+from megazero.config.model.mixers.softmax import Softmax
 from megazero.families import layer_kinds
 
-MIXERS: Mapping[str, type[Mixer]] = MappingProxyType({layer_kinds.SOFTMAX: Softmax})
+MIXERS: Mapping[str, type[Mixer]] = MappingProxyType(
+    {layer_kinds.SOFTMAX: Softmax, layer_kinds.LATENT: Latent}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixerOptions(SoftmaxOptions):
+class MixerOptions(LatentOptions):
     """The options of all mixers."""
 
 
