@@ -18,6 +18,7 @@ from megazero.config.model.spec import EMBEDDING, HEAD, LayerSpec, ModuleSpec, i
 from megazero.families.layer_kinds import layer_kinds
 from megazero.plan.communication import nodes_of_token
 from megazero.pp.partition import StageSpec
+from megazero.products import operand_bytes
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
 DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
@@ -61,12 +62,16 @@ def layer_activations(
     transient = 0.0
     if backend == "math" or (on_host and backend == "flash"):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
+    large, product = layer.in_fp8(config.precision.fp8_least), config.precision.product
     whole = tokens * (width * elements + masks + 4 * heads) + scores
+    for each, count in ((stream, large.columns), (large.rows / tp, 1)):  # inputs, kept as their products read them
+        whole -= tokens * (width * each - operand_bytes(product, int(each), width)) * count
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
         inner = max(inner, rows_between_nodes(model, nodes))
     gradients = inner / tp + layer.gradients.stream + (groups - 1) * own
-    gradients = tokens * width * gradients + transient
+    # Gradients in fp8 and their transpose, a byte an element.
+    gradients = tokens * (width * gradients + 2 * large.widest / tp) + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
@@ -131,7 +136,11 @@ class MicroBatchActivations:
         }
         tokens = config.batch.micro_batch_size * config.own_length
         self.stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-        self.raw = {kind: width * _largest_gradient(module, tp) for kind, module in self.spec.modules.items()}
+        least = config.precision.fp8_least
+        self.raw = {
+            kind: width * _largest_gradient(module, tp, tp > 1 or least is not None)
+            for kind, module in self.spec.modules.items()
+        }
         backend = _backend(config, width, on_host, config.context_levels(world)[1] > 1)
         self.masked = needs_mask(model, backend, config.data.reset_attention_mask)
 
@@ -218,13 +227,13 @@ def _backend(config: RunConfig, width: int, on_host: bool, chunks: bool) -> str:
     return planned(config.model, choice, documents, 8 * width, on_host, chunks)
 
 
-def _largest_gradient(module: ModuleSpec, tp: int) -> int:
+def _largest_gradient(module: ModuleSpec, tp: int, joint: bool) -> int:
     """Return the most gradient elements that autograd holds at once before it accumulates them.
 
-    Tensor-parallel linears of one input (tp/linear.py) compute theirs together: q, k and v, or gate and up.
+    joint: linears of one input (tp/linear.py) compute theirs together, q, k and v, or gate and up.
     """
     largest = max(p.local_numel(tp) for p in module.parameters)
-    if not is_layer(module.kind) or tp == 1:
+    if not is_layer(module.kind) or not joint:
         return largest
     together = Counter[str]()
     for p in module.parameters:

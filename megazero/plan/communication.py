@@ -27,10 +27,11 @@ from megazero.mesh.levels import INTRA
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
+from megazero.products import operand_bytes
 from megazero.zero.plan import EXCHANGE, Hop, Hops, UnitCut, UnitPlan
 
 Bytes = Counter[tuple[str, str]]  # by kind of hop and link
-NUMBER = 4  # bytes of a number of rows
+NUMBER = 4  # bytes of a number of rows, or of the largest number of a tensor
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
 OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
@@ -455,19 +456,30 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
     backward does the same with the gradients, and under sequence parallel gathers the inputs once more.
     """
     unit, wire = activation.summed, int(activation.sequence_parallel)
-    forward = module.outputs + wire * module.inputs
-    backward = module.inputs * (1 + wire) + wire * module.outputs
+    gathered, agreed = _input_bytes(config, module, activation)
+    forward = unit * module.outputs + gathered + agreed
+    backward = unit * (module.inputs + wire * module.outputs) + gathered
     if module.kind == HEAD:
         # Chunks compute the head's gradients in its forward, which has the gathered input already.
-        backward -= wire * has_loss_chunks(config)
-        return unit * forward + _sums(activation, 2), unit * backward
+        return forward + _sums(activation, 2), backward - gathered * has_loss_chunks(config)
     if not isinstance(module, LayerSpec):
-        return unit * forward, unit * backward
+        return forward, backward
     norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce
     if config.training.recompute_granularity != "full":
-        return unit * forward + norms, unit * backward + norms
+        return forward + norms, backward + norms
     # The backward repeats the forward, but for the last sum if nothing reads it.
-    return unit * forward + norms, unit * (backward + forward - (not module.rereads_output)) + 2 * norms
+    return forward + norms, backward + forward - unit * (not module.rereads_output) + 2 * norms
+
+
+def _input_bytes(config: RunConfig, module: ModuleSpec, activation: Activation) -> tuple[int, int]:
+    """Return the bytes of one gather of a module's inputs, and of what ranks agree on before the first one."""
+    if not activation.sequence_parallel:
+        return 0, 0
+    precision, peers = config.precision, activation.tp - 1
+    rounded = module.in_fp8(precision.fp8_least).columns if isinstance(module, LayerSpec) else 0
+    each = operand_bytes(precision.product, activation.hidden, activation.width) * activation.own_tokens
+    gathered = peers * each * rounded + activation.summed * (module.inputs - rounded)
+    return gathered, 2 * peers * NUMBER // activation.tp * rounded * (precision.product == "fp8_tensorwise")
 
 
 def _sums(activation: Activation, numbers: int) -> int:

@@ -59,11 +59,13 @@ class _ChunkedLoss(torch.autograd.Function):
             total = total + (loss.detach() * weights[part]).sum()
             if scale is None or not loss.requires_grad:
                 continue
-            (grad,) = torch.autograd.grad(loss, logits, weights[part].to(loss.dtype) * scale)
+            grad = product.gradient(
+                *torch.autograd.grad(loss, logits, weights[part].to(loss.dtype) * scale)
+            )
             if grad_x is not None:
                 product.grad_x([grad], [weight], out=grad_x[part])
             if grad_weight is not None:
-                product.grad_weight(grad, own, grad_weight)
+                product.grad_weight(grad, own, weight.dtype, grad_weight)
         ctx.weight, ctx.tp, ctx.scale, ctx.shape = weight, tp, scale, full.shape
         ctx.gradients = grad_x, grad_weight
         return total

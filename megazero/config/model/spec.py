@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import add
 from typing import NamedTuple
 
 from megazero.config.model.mixers import MIXERS, Mixer
@@ -17,6 +18,7 @@ from megazero.config.model.parameters import ParameterSpec, column, norm, row
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
+from megazero.products import fits_fp8
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"  # kinds of modules; other layers are "layer 2", ...
 
@@ -60,6 +62,22 @@ class Elements(NamedTuple):
     inner: int
 
 
+class LargeLinears(NamedTuple):
+    """The linears of a layer that are multiplied in fp8. columns: how many inputs [s, b, h] column-parallel ones have.
+
+    rows, outputs: elements of a token that go into row-parallel ones, and come out of column-parallel ones, which
+    ranks cut. written: elements that come out of row-parallel ones. widest: the most that comes out of those of one
+    input. matrices: elements of the weights, each of which is a multiply-add of a token.
+    """
+
+    columns: int = 0
+    rows: int = 0
+    outputs: int = 0
+    written: int = 0
+    widest: int = 0
+    matrices: int = 0
+
+
 @dataclass(frozen=True)
 class LayerSpec(ModuleSpec):
     """A kind of layer.
@@ -77,6 +95,25 @@ class LayerSpec(ModuleSpec):
     rereads_output: bool = False
     rereads_experts: bool = False
     places: tuple[int, ...] = ()
+
+    def in_fp8(self, least: int | None) -> LargeLinears:
+        """Return the linears that are multiplied in fp8 (products/fp8.py), none if ``least`` is None."""
+        found = LargeLinears()
+        if least is None:
+            return found
+        by_input: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        for p in self.parameters:
+            if p.multiplies and p.cut is not None and not p.experts:
+                block = p.name.rsplit(".", 2)[0]
+                by_input.setdefault((block, p.cut), []).append(p.shape)
+        for (_, cut), shapes in by_input.items():
+            if not fits_fp8(shapes, least):
+                continue
+            out, into = sum(n for n, _ in shapes), shapes[0][1]
+            more = (1, 0, out, 0) if cut == 0 else (0, into, 0, out)
+            matrices = found.matrices + out * into
+            found = LargeLinears(*map(add, found[:4], more), max(found.widest, out), matrices)
+        return found
 
 
 class ModelSpec:
