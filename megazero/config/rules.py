@@ -17,6 +17,7 @@ from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import model_spec
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
 from megazero.config.options.data_inputs import PARTS, TOKENIZERS, parse_data_path, parse_split
@@ -104,6 +105,27 @@ def _experts(config: RunConfig) -> Iterator[str]:
             "tokens, and move the bias apart; nearest: --moe-router-load-balancing-type seq_aux_loss with "
             "--moe-aux-loss-coeff"
         )
+
+
+def _fp8(config: RunConfig) -> Iterator[str]:
+    """Report products in fp8 of which the model has none."""
+    least, layers = config.precision.fp8_least, model_spec(config.model).layers
+    if least is not None and not any(layer.in_fp8(least).matrices for layer in layers):
+        sides = [min(p.shape) for layer in layers for p in layer.linears]
+        yield f"--fp8-min-size {least}: no matrix of the layers is as large; nearest: {max(sides)}"
+
+
+def fp8_share(config: RunConfig) -> Iterator[str]:
+    """Say how much is multiplied in fp8."""
+    if (least := config.precision.fp8_least) is None:
+        return
+    spec = model_spec(config.model)
+    large = sum(len(layer.places) * layer.in_fp8(least).matrices for layer in spec.layers)
+    slow = "" if config.training.compile else "; --compile joins the conversions to fp8, which else take long"
+    yield (
+        f"{large / spec.multiply_adds:.0%} of the layers' multiply-adds are in fp8; head, embedding, router and "
+        f"experts multiply in bf16{slow}"
+    )
 
 
 def idle_router(config: RunConfig) -> Iterator[str]:
@@ -319,6 +341,7 @@ RULES: tuple[Rule, ...] = (
     _attention,
     _compiled,
     _loss_scale,
+    _fp8,
     _implementations,
     _retention,
     _spikes,

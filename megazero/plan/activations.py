@@ -64,7 +64,8 @@ def layer_activations(
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
     large, product = layer.in_fp8(config.precision.fp8_least), config.precision.product
     whole = tokens * (width * elements + masks + 4 * heads) + scores
-    for each, count in ((stream, large.columns), (large.rows / tp, 1)):  # inputs, kept as their products read them
+    # Inputs are kept as their products read them.
+    for each, count in ((stream, large.columns), (large.rows / tp, 1)):
         whole -= tokens * (width * each - operand_bytes(product, int(each), width)) * count
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from megazero.products.product import Product
 
 # Where the class of each is. A cluster file has the rate of NAME as device.NAME_tflops.
-RECIPES = ("tensorwise", "rowwise", "blockwise")  # of scales of fp8
+_FP8 = {"tensorwise": "TensorScales", "rowwise": "RowScales", "blockwise": "BlockScales"}
+RECIPES = tuple(_FP8)  # of scales of fp8
 FP8_PRODUCTS = tuple(f"fp8_{recipe}" for recipe in RECIPES)
 PRODUCTS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("bf16", "fp16", "fp32", "fp64"), "megazero.products.product:Product"),
-        **{f"fp8_{each}": f"megazero.products.fp8:{each.title()}" for each in RECIPES},
+        **{f"fp8_{recipe}": f"megazero.products.fp8:{name}" for recipe, name in _FP8.items()},
     }
 )
 

@@ -1,7 +1,7 @@
 """Products in fp8: two matrices of 8-bit floating-point numbers with scales, and sums in fp32.
 
 y = a b^T, where a [m, k] and b [n, k] are in E4M3, or gradients in E5M2 (Micikevicius et al. 2022). Scales are powers
-of two: a number is rounded alike under all of them unless it is 2^-15 of the largest or less, so layouts, which take
+of two: a number is rounded alike under all of them unless it is 2^-13 of the largest or less, so layouts, which take
 the largest of other numbers, agree, and what was rounded is rounded again without loss. A scale makes the largest
 number fit, so nothing saturates. Where a number is not finite, its scale is NaN, and so is what is multiplied by it.
 
@@ -93,7 +93,7 @@ def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _whole(blocks: Tensor, shape: torch.Size) -> Tensor:
-    return blocks.flatten(-4, -3).flatten(-2, -1)[..., : shape[-2], : shape[-1]]
+    return blocks.flatten(-4, -3).flatten(-2, -1)[..., : shape[-2], : shape[-1]].contiguous()
 
 
 def multiply(
@@ -137,14 +137,14 @@ def _laid_out(x: Rounded) -> tuple[ScalingType, Tensor]:
     return ScalingType.BlockWise128x128, F.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous().t()
 
 
-class Tensorwise(Product):
+class TensorScales(Product):
     """One scale for each tensor. What is kept of an input, and gathered, has a byte an element.
 
     gradients: torch's name of the format of gradients. least: as ``fits_fp8``'s; smaller ones are multiplied plainly.
     """
 
     plain = False
-    capabilities = (8, 9), (99, 9)  # of CUDA devices
+    recipe, capabilities = "tensorwise", ((8, 9), (99, 9))  # of CUDA devices, from and to
     of_rows: tuple[int, int] | None = None  # blocks of inputs and of gradients
     of_weights: tuple[int, int] | None = None
 
@@ -156,10 +156,10 @@ class Tensorwise(Product):
             return
         first, last = self.capabilities
         if torch.version.hip is not None or not first <= torch.cuda.get_device_capability(device) <= last:
+            low, high = (".".join(map(str, each)) for each in (first, last))
             raise ValueError(
-                f"--fp8-format with {type(self).__name__.lower()} scales needs a CUDA device of capability "
-                f"{first[0]}.{first[1]} {'or above' if last[0] > first[0] else 'to 9.x'}, not "
-                f"{torch.cuda.get_device_name(device)}; nearest: leave it out, which is bf16"
+                f"--fp8-recipe {self.recipe} on {torch.cuda.get_device_name(device)}: torch has it for CUDA devices "
+                f"of capabilities {low} to {high}; nearest: another recipe, or no --fp8-format, which is bf16"
             )
 
     def chosen(self, weights: Sequence[Tensor], tp: int, cut: int) -> Product:
@@ -180,7 +180,9 @@ class Tensorwise(Product):
         y = torch.ops.aten._unsafe_view(rows, [*x[0].shape[:-1], len(weight)])
         return y if bias is None else y + bias
 
-    def grad_x(self, grads: Sequence[Operand], weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def grad_x(
+        self, grads: Sequence[Operand], weights: Sequence[Tensor], out: Tensor | None = None
+    ) -> Tensor:
         terms = (
             multiply(self._rows(grad, self.gradients), self._turned(weight), weight.dtype)
             for grad, weight in zip(grads, weights, strict=True)
@@ -213,25 +215,25 @@ class Tensorwise(Product):
         return self._weight(weight).transposed()
 
 
-class Blockwise(Tensorwise):
+class BlockScales(TensorScales):
     """One for 128 numbers of a token, and for 128 x 128 of a weight (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
     A weight's gradient takes blocks of 128 tokens, to which what was rounded is rounded again.
     """
 
-    capabilities = (9, 0), (9, 9)  # of Hopper alone
+    recipe, capabilities = "blockwise", ((9, 0), (9, 9))
     of_rows, of_weights = (1, BLOCK), (BLOCK, BLOCK)
 
     def _columns(self, operand: Operand, dtype: torch.dtype, wide: torch.dtype) -> Rounded:
         return rounded(self._rows(operand, dtype).wide(wide).t(), dtype, self.of_rows)
 
 
-class Rowwise(Tensorwise):
+class RowScales(TensorScales):
     """One for each token, and for each row of a weight. Gradients of weights are computed as they are, so inputs are
     kept so, too. For the gradient of the input a weight has one scale (torchao's rowwise_with_gw_hp).
     """
 
-    capabilities = (9, 0), (99, 9)
+    recipe, capabilities = "rowwise", ((9, 0), (99, 9))
     of_rows = of_weights = (1, WHOLE)
     operand, gradient, grad_weight = Product.operand, Product.gradient, Product.grad_weight
 

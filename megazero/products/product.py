@@ -47,7 +47,9 @@ class Product:
         (rows,) = x
         return F.linear(rows, weight, bias) if out is None else torch.mm(rows, weight.t(), out=out)
 
-    def grad_x(self, grads: Sequence[Operand], weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def grad_x(
+        self, grads: Sequence[Operand], weights: Sequence[Tensor], out: Tensor | None = None
+    ) -> Tensor:
         """Return the gradient of the rows [n, in] that all these weights multiply, the terms added in order."""
         total = torch.mm(*grads[0], weights[0], out=out)
         for (grad,), weight in zip(grads[1:], weights[1:], strict=True):

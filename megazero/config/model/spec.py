@@ -63,11 +63,12 @@ class Elements(NamedTuple):
 
 
 class LargeLinears(NamedTuple):
-    """The linears of a layer that are multiplied in fp8. columns: how many inputs [s, b, h] column-parallel ones have.
+    """The linears of a layer that are multiplied in fp8.
 
-    rows, outputs: elements of a token that go into row-parallel ones, and come out of column-parallel ones, which
-    ranks cut. written: elements that come out of row-parallel ones. widest: the most that comes out of those of one
-    input. matrices: elements of the weights, each of which is a multiply-add of a token.
+    columns: how many inputs [s, b, h] column-parallel ones have. rows, outputs: elements of a token that go into
+    row-parallel ones, and come out of column-parallel ones; ranks cut both. written: elements that come out of
+    row-parallel ones. widest: the most that comes out of those of one input. matrices: elements of the weights, each
+    of which is a multiply-add of a token.
     """
 
     columns: int = 0
@@ -96,18 +97,18 @@ class LayerSpec(ModuleSpec):
     rereads_experts: bool = False
     places: tuple[int, ...] = ()
 
+    @property
+    def linears(self) -> Iterator[ParameterSpec]:
+        """The matrices of column- and row-parallel linears."""
+        return (p for p in self.parameters if p.multiplies and p.cut is not None and not p.experts)
+
     def in_fp8(self, least: int | None) -> LargeLinears:
         """Return the linears that are multiplied in fp8 (products/fp8.py), none if ``least`` is None."""
-        found = LargeLinears()
-        if least is None:
-            return found
-        by_input: dict[tuple[str, int], list[tuple[int, ...]]] = {}
-        for p in self.parameters:
-            if p.multiplies and p.cut is not None and not p.experts:
-                block = p.name.rsplit(".", 2)[0]
-                by_input.setdefault((block, p.cut), []).append(p.shape)
+        found, by_input = LargeLinears(), dict[tuple[str, int | None], list[tuple[int, ...]]]()
+        for p in self.linears:
+            by_input.setdefault((p.name.rsplit(".", 2)[0], p.cut), []).append(p.shape)
         for (_, cut), shapes in by_input.items():
-            if not fits_fp8(shapes, least):
+            if least is None or not fits_fp8(shapes, least):
                 continue
             out, into = sum(n for n, _ in shapes), shapes[0][1]
             more = (1, 0, out, 0) if cut == 0 else (0, into, 0, out)

@@ -289,7 +289,7 @@ class OuterConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Compute dtype, and products in fp8. Master weights, accumulated gradients, sums and the loss are at least fp32."""
+    """Compute dtype, and fp8. Master weights, accumulated gradients, sums and the loss are at least fp32."""
 
     NEEDS: ClassVar = {
         "loss_scale": FP16,
@@ -314,8 +314,8 @@ class PrecisionConfig:
     )
     fp8_recipe: str = option(
         "tensorwise",
-        "how many numbers share a scale: a tensor (tensorwise); a token, and a row of a weight (rowwise; gradients of "
-        "weights in bf16); 128 of a token, and 128 x 128 of a weight (blockwise; Hopper)",
+        "what has a scale: a tensor (tensorwise); a token, and a row of a weight (rowwise; gradients of weights in "
+        "bf16); 128 elements of a token, and 128 x 128 of a weight (blockwise; Hopper)",
         choices=RECIPES,
         needs=FP8,
         strict=True,
@@ -323,12 +323,11 @@ class PrecisionConfig:
     )
     fp8_min_size: int = option(
         2048,
-        "matrices with a shorter side are multiplied in bf16, unless a larger one multiplies the same input. Sides are "
-        "those of one rank, whatever the layout",
+        "matrices with a shorter side are multiplied in bf16, unless a larger one multiplies the same input; sides "
+        "are those of one rank, whatever the layout",
         low=1,
         needs=FP8,
         strict=True,
-        small=16,
         resume=UPDATE,
     )
     loss_scale: float | None = option(

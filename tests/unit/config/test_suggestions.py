@@ -27,8 +27,8 @@ from tests.unit.config.command_lines import base_without, run, write
             "; nearest: --checkpoint-activations (Megatron's, here --recompute-granularity full)",
         ),
         (
-            "fp8-fromat",
-            "; nearest: --fp8-format (Megatron's, not built here: fp8 and fp4 are not built; train in --bf16)",
+            "sawp-optimizer",
+            "; nearest: --swap-optimizer (Megatron's, not built here: ",
         ),
         (
             "no-bias-gelu-fusio",

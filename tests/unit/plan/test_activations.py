@@ -23,6 +23,7 @@ from megazero.plan.activations import (
     mask_elements,
 )
 from megazero.pp.partition import Costs, partition
+from megazero.products import RECIPES, make_product
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
 from tests.unit.plan.test_plan import MODEL
@@ -34,7 +35,8 @@ def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
     """Return the bytes of what a layer's forward saves, parameters and its input aside, and of its input."""
     config = make_config({**SIZES, **values}, World(1, 1))
     dtype = DTYPES[config.precision.params_dtype]
-    decoder = Decoder(config.model, dtype=dtype)
+    product = make_product(config.precision.product, **config.precision.product_options)
+    decoder = Decoder(config.model, TensorParallel(product=product), dtype=dtype)
     layer = decoder.layers["0"]
     for parameter in layer.parameters():
         torch.nn.init.zeros_(parameter)
@@ -69,6 +71,17 @@ def test_what_a_layer_keeps(family: str, dtype: str) -> None:
     kept = kind_activations(config, width, on_host=True).kept
     least = 0.9 if config.model.attention_dropout else 0.99  # of the math kernel's scores, an estimate
     assert least < kept / (saved + stream) < 1.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_layer_keeps_in_fp8(recipe: str) -> None:
+    """Inputs of linears, a byte an element and scales, but for rowwise ones, which are kept as they are."""
+    plain = {"model_family": "llama", "params_dtype": "bf16", "recompute_granularity": "none"}
+    values = {**plain, "fp8_format": "e4m3", "fp8_recipe": recipe, "fp8_min_size": 16}
+    (saved, stream), (without, _) = saved_bytes(values), saved_bytes(plain)
+    kept = kind_activations(make_config({**SIZES, **values}, World(1, 1)), 2, on_host=True).kept
+    assert 0.99 < kept / (saved + stream) < 1.1
+    assert (saved < 0.9 * without) == (recipe != "rowwise")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
