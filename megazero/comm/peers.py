@@ -93,8 +93,9 @@ class Peers:
         own = own.contiguous()
         self.count(own.nbytes)
         out = own.new_empty(self.size * own.shape[0], *own.shape[1:])
-        sent = [x.view(torch.uint8) if x.itemsize == 1 else x for x in (out, own)]  # gloo knows no fp8
-        work = all_gather_flat(*sent, group=self._group(), async_op=True)
+        # gloo knows no fp8
+        whole, part = (x.view(torch.uint8) if x.itemsize == 1 else x for x in (out, own))
+        work = all_gather_flat(whole, part, group=self._group(), async_op=True)
         return self._pending(work, own, lambda: out)
 
     def start_sum(self, x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Pending:

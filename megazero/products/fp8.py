@@ -119,7 +119,7 @@ def _multiply_scaled(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool) -> 
     else:
         (one, of_a), (other, of_b) = map(_laid_out, (a, b))
         y = F.scaled_mm(left, right, of_a, one, of_b, other, output_dtype=dtype)
-    return y[:, :n]
+    return y[:, :n].contiguous()
 
 
 def _filled(x: Rounded, rows: int, columns: int) -> Rounded:
@@ -195,13 +195,13 @@ class TensorScales(Product):
     def grad_weight(
         self, grad: Operand, x: Operand, dtype: torch.dtype, sums: Tensor | None = None
     ) -> Tensor:
-        left, right = (self._columns(*each, dtype) for each in ((grad, self.gradients), (x, E4M3)))
-        y = multiply(left, right, dtype)
+        y = multiply(self._columns(grad, self.gradients, dtype), self._columns(x, E4M3, dtype), dtype)
         return y if sums is None else sums.add_(y)
 
     def _rows(self, operand: Operand, dtype: torch.dtype) -> Rounded:
         """Return the rows of an input or of a gradient."""
-        return Rounded(*operand, self.of_rows).rows()
+        numbers, scale = operand
+        return Rounded(numbers, scale, self.of_rows).rows()
 
     def _columns(self, operand: Operand, dtype: torch.dtype, wide: torch.dtype) -> Rounded:
         """Return the rows' transpose."""

@@ -51,7 +51,7 @@ class Product:
         self, grads: Sequence[Operand], weights: Sequence[Tensor], out: Tensor | None = None
     ) -> Tensor:
         """Return the gradient of the rows [n, in] that all these weights multiply, the terms added in order."""
-        total = torch.mm(*grads[0], weights[0], out=out)
+        total = torch.mm(grads[0][0], weights[0], out=out)
         for (grad,), weight in zip(grads[1:], weights[1:], strict=True):
             total.addmm_(grad, weight)
         return total

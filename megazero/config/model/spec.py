@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import add
 from typing import NamedTuple
 
 from megazero.config.model.mixers import MIXERS, Mixer
@@ -110,10 +109,15 @@ class LayerSpec(ModuleSpec):
         for (_, cut), shapes in by_input.items():
             if least is None or not fits_fp8(shapes, least):
                 continue
-            out, into = sum(n for n, _ in shapes), shapes[0][1]
-            more = (1, 0, out, 0) if cut == 0 else (0, into, 0, out)
-            matrices = found.matrices + out * into
-            found = LargeLinears(*map(add, found[:4], more), max(found.widest, out), matrices)
+            out, into, columns = sum(n for n, _ in shapes), shapes[0][1], cut == 0
+            found = LargeLinears(
+                columns=found.columns + columns,
+                rows=found.rows + into * (not columns),
+                outputs=found.outputs + out * columns,
+                written=found.written + out * (not columns),
+                widest=max(found.widest, out),
+                matrices=found.matrices + out * into,
+            )
         return found
 
 

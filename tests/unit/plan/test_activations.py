@@ -81,7 +81,7 @@ def test_what_a_layer_keeps_in_fp8(recipe: str) -> None:
     (saved, stream), (without, _) = saved_bytes(values), saved_bytes(plain)
     kept = kind_activations(make_config({**SIZES, **values}, World(1, 1)), 2, on_host=True).kept
     assert 0.99 < kept / (saved + stream) < 1.1
-    assert (saved < 0.9 * without) == (recipe != "rowwise")
+    assert (saved < 0.95 * without) == (recipe != "rowwise")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
