@@ -109,8 +109,11 @@ def _experts(config: RunConfig) -> Iterator[str]:
 
 def _fp8(config: RunConfig) -> Iterator[str]:
     """Report products in fp8 of which the model has none."""
-    least, layers = config.precision.fp8_least, model_spec(config.model).layers
-    if least is not None and not any(layer.in_fp8(least).matrices for layer in layers):
+    least = config.precision.fp8_least
+    if least is None or any(line for rule in model_rules.RULES for line in rule(config.model)):
+        return
+    layers = model_spec(config.model).layers
+    if not any(layer.in_fp8(least).matrices for layer in layers):
         sides = [min(p.shape) for layer in layers for p in layer.linears]
         yield f"--fp8-min-size {least}: no matrix of the layers is as large; nearest: {max(sides)}"
 
