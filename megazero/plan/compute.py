@@ -209,9 +209,7 @@ class Compute:
             rest = moved / (
                 self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
             )
-            there, back = (
-                each / (self.memory_rate * device.memory_efficiency) for each in self._converted(kind)
-            )
+            there, back = (each / self.layer_rate for each in self._converted(kind))
             forward = product + core + rest + there
             backward = product + of_weights + 2 * rest + ATTENTION_BACKWARD * core + back
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
