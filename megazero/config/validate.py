@@ -19,7 +19,7 @@ from megazero.config.options.data_inputs import PARTS
 from megazero.config.options.fields import Unjudged, fault, guarded
 from megazero.config.options.needs import without_effect
 from megazero.config.options.sections import OuterConfig
-from megazero.config.rules import RULES, idle_router
+from megazero.config.rules import RULES, fp8_share, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.mesh.grid import context_problem, expert_problem
 
@@ -240,6 +240,7 @@ LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes)
 # What is not as one may expect of a legal configuration.
 NOTES: tuple[Callable[[RunConfig, World | None], Iterable[str]], ...] = (
     lambda config, _: idle_router(config),
+    lambda config, _: fp8_share(config),
     lambda config, _: outer_notes(config),
     context_rules.context_notes,
     _other_lifetime,

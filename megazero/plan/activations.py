@@ -14,10 +14,19 @@ from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import EMBEDDING, HEAD, LayerSpec, ModuleSpec, is_layer, padded_spec
+from megazero.config.model.spec import (
+    EMBEDDING,
+    HEAD,
+    LargeLinears,
+    LayerSpec,
+    ModuleSpec,
+    is_layer,
+    padded_spec,
+)
 from megazero.families.layer_kinds import layer_kinds
 from megazero.plan.communication import nodes_of_token
 from megazero.pp.partition import StageSpec
+from megazero.products import operand_bytes
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
 DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
@@ -64,21 +73,31 @@ def layer_activations(
     transient = 0.0
     if backend == "math" or (on_host and backend == "flash"):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
+    large, product = layer.in_fp8(config.precision.fp8_least), config.precision.product
     whole = tokens * (width * elements + masks + 4 * heads) + scores
+    whole -= tokens * _narrower(large, product, stream, tp, width)
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
         inner = max(inner, rows_between_nodes(model, nodes))
     gradients = inner / tp + layer.gradients.stream + (groups - 1) * own
-    gradients = tokens * width * gradients + transient
+    # Gradients in fp8 and their transpose, a byte an element.
+    gradients = tokens * (width * gradients + 2 * large.widest / tp) + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "mlp":
         fed = width * (layer.fed.kept.stream / share + layer.fed.kept.inner / tp) + masks / 2
+        fed -= _narrower(layer.in_fp8(config.precision.fp8_least, "mlp."), product, stream, tp, width)
         return LayerActivations(whole - tokens * fed, tokens * fed + gradients)
     if config.training.recompute_granularity == "selective":
         core = tokens * (width * (work.core / tp + again + made) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
+
+
+def _narrower(large: LargeLinears, product: str, stream: float, tp: int, width: int) -> float:
+    """Return how many bytes of a token are saved where inputs are kept as their products read them."""
+    inputs = ((stream, large.columns), (large.rows / tp, 1))
+    return sum((width * each - operand_bytes(product, int(each), width)) * count for each, count in inputs)
 
 
 def _piece(
@@ -137,7 +156,11 @@ class MicroBatchActivations:
         }
         tokens = config.batch.micro_batch_size * config.own_length
         self.stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-        self.raw = {kind: width * _largest_gradient(module, tp) for kind, module in self.spec.modules.items()}
+        least = config.precision.fp8_least
+        self.raw = {
+            kind: width * _largest_gradient(module, tp, tp > 1 or least is not None)
+            for kind, module in self.spec.modules.items()
+        }
         backend = _backend(config, width, on_host, config.context_levels(world)[1] > 1)
         self.masked = needs_mask(model, backend, config.data.reset_attention_mask)
 
@@ -232,13 +255,13 @@ def _backend(config: RunConfig, width: int, on_host: bool, chunks: bool) -> str:
     return planned(config.model, choice, documents, 8 * width, on_host, chunks)
 
 
-def _largest_gradient(module: ModuleSpec, tp: int) -> int:
+def _largest_gradient(module: ModuleSpec, tp: int, joint: bool) -> int:
     """Return the most gradient elements that autograd holds at once before it accumulates them.
 
-    Tensor-parallel linears of one input (tp/linear.py) compute theirs together: q, k and v, or gate and up.
+    joint: linears of one input (tp/linear.py) compute theirs together, q, k and v, or gate and up.
     """
     largest = max(p.local_numel(tp) for p in module.parameters)
-    if not is_layer(module.kind) or tp == 1:
+    if not is_layer(module.kind) or not joint:
         return largest
     together = Counter[str]()
     for p in module.parameters:

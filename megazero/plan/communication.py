@@ -27,10 +27,11 @@ from megazero.mesh.levels import INTRA
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
+from megazero.products import operand_bytes
 from megazero.zero.plan import EXCHANGE, Hop, Hops, UnitCut, UnitPlan
 
 Bytes = Counter[tuple[str, str]]  # by kind of hop and link
-NUMBER = 4  # bytes of a number of rows
+NUMBER = 4  # bytes of a number of rows, or of the largest number of a tensor
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
 OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
@@ -462,21 +463,39 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
     """
     summed, wire, hidden = activation.summed, int(activation.sequence_parallel), activation.hidden
     shared = module.mixer.work.shared if isinstance(module, LayerSpec) else 0
-    forward = module.outputs + wire * (module.inputs + shared)
-    backward = module.inputs * (1 + wire) + shared + wire * module.outputs
+    gathered, agreed = _input_bytes(config, module, module.inputs, activation)
+    forward = summed(module.outputs + wire * shared) + gathered + agreed
+    backward = summed(module.inputs + shared + wire * module.outputs) + gathered
     if module.kind == HEAD:
         # Chunks compute the head's gradients in its forward, which has the gathered input already.
-        backward -= wire * has_loss_chunks(config) * hidden
-        return summed(forward) + _sums(activation, 2), summed(backward)
+        return forward + _sums(activation, 2), backward - gathered * has_loss_chunks(config)
     if not isinstance(module, LayerSpec):
-        return summed(forward), summed(backward)
+        return forward, backward
     norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce
+    forward, backward, repeated = forward + norms, backward + norms, 0
     # A recompute repeats the forward, or its second half, but for the last sum if nothing reads it.
-    repeats = {"full": (forward, norms), "mlp": (module.fed.sums * hidden * (1 + wire), 0)}
-    repeated, normed = repeats.get(config.training.recompute_granularity, (0, 0))
+    if config.training.recompute_granularity == "full":
+        repeated = forward
+    elif config.training.recompute_granularity == "mlp":
+        inputs = module.fed.sums * hidden
+        repeated = summed(inputs) + sum(_input_bytes(config, module, inputs, activation, "mlp."))
     if repeated and not module.rereads_output:
-        repeated -= hidden
-    return summed(forward) + norms, summed(backward + repeated) + norms + normed
+        repeated -= summed(hidden)
+    return forward, backward + repeated
+
+
+def _input_bytes(
+    config: RunConfig, module: ModuleSpec, inputs: int, activation: Activation, part: str = ""
+) -> tuple[int, int]:
+    """Return the bytes of one gather of these inputs, elements of a token of the module's part, and of what ranks
+    agree on before the first one."""
+    if not activation.sequence_parallel:
+        return 0, 0
+    precision, peers, hidden = config.precision, activation.tp - 1, activation.hidden
+    rounded = module.in_fp8(precision.fp8_least, part).columns if isinstance(module, LayerSpec) else 0
+    each = operand_bytes(precision.product, hidden, activation.width) * activation.own_tokens
+    gathered = peers * each * rounded + activation.summed(inputs - rounded * hidden)
+    return gathered, 2 * peers * NUMBER // activation.tp * rounded * (precision.product == "fp8_tensorwise")
 
 
 def _sums(activation: Activation, numbers: int) -> int:

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from megazero.config import RunConfig
 from megazero.config.model.attention import BAND, needs_mask, planned
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
+from megazero.config.model.spec import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    LargeLinears,
+    LayerSpec,
+    ModuleSpec,
+    is_layer,
+    padded_spec,
+)
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import Grid
@@ -35,6 +44,9 @@ from megazero.pp.schedules import Kind
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
 # Per element of an optimizer slice: the norm reads 4, the clip reads and writes 8, the update reads 16 and writes 12.
 UPDATE_BYTES = 40
+# Bytes of an element that is converted to fp8: it is read for its largest number, read and written; in a backward
+# written transposed, too.
+CONVERTED, TURNED = 5, 2
 COMPILED = 0.5  # of the bytes of a layer's operations that are no products, where a compiler joins them
 # How often a forward reads and writes the logits. A backward counts as two: a compiler's passes are written by the
 # product, read by the loss, and read and written by its gradient.
@@ -112,7 +124,7 @@ class Compute:
         device, dtype = cluster.device, config.precision.params_dtype
         self.width = WIDTHS[dtype]
         self.matrix_rate = device.peak(dtype) * device.matmul_efficiency
-        self.linear_rate = device.peak(config.precision.product) * device.matmul_efficiency  # in layers
+        self.large_rate = device.peak(config.precision.product) * device.matmul_efficiency
         self.memory_rate = device.memory_gbytes_per_s * 1e9
         self.layer_rate = (
             self.memory_rate * device.memory_efficiency / (COMPILED if config.training.compile else 1)
@@ -188,7 +200,7 @@ class Compute:
     def _module(self, kind: str, sizes: Sizes) -> ModuleTimes:
         matrices, attention, moved, weights = sizes[:4]
         into, out, busy = self._tensor_parallel(kind)
-        rows, rate = self._measured(kind), self.linear_rate if is_layer(kind) else self.matrix_rate
+        rows, (rate, rate_of_weights) = self._measured(kind), self._rates(kind)
         if rows:
             forward, backward = self._stretched(rows, sizes, rate)
             if rows[0].tp > 1:  # their collectives were measured with them
@@ -198,17 +210,22 @@ class Compute:
                 forward, backward = forward - into * min(crowd, 1.0), backward - out * min(crowd, 1.0)
             operations = max(matrices + attention, 1.0)
             product, core = forward * matrices / operations, forward * attention / operations
-            product = min(product, backward / 2)  # the weights' half of the backward
+            of_weights = min(product, backward / 2)  # their half of the backward
         else:
             device = self.cluster.device
             read = weights * self.width / self.memory_rate
-            product = max(matrices / rate, read) + sizes.products * device.product_us * 1e-6
+            product, of_weights = (
+                max(matrices / each, read) + sizes.products * device.product_us * 1e-6
+                for each in (rate, rate_of_weights)
+            )
             ramp = 1 + device.attention_half_keys / sizes.keys if sizes.keys else 1.0
             core = attention / self.attention_rate * ramp
             rest = moved / (
                 self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
             )
-            forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
+            there, back = (each / self.layer_rate for each in self._converted(kind))
+            forward = product + core + rest + there
+            backward = product + of_weights + 2 * rest + ATTENTION_BACKWARD * core + back
         fed = product * sizes.fed[0] + (forward - product - core) * sizes.fed[1]
         again = {"full": forward, "selective": core + product * sizes.core / max(matrices, 1.0), "mlp": fed}
         repeated = again.get(self.config.training.recompute_granularity, 0.0) if is_layer(kind) else 0.0
@@ -217,11 +234,33 @@ class Compute:
         swaps, exchanged = (
             each(self.spec.modules[kind]) for each in (self._context_parallel, self._expert_parallel)
         )
-        there, back = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
-        backward -= product
+        first, then = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
+        backward -= of_weights
         return ModuleTimes(
-            there._replace(compute=forward), back._replace(compute=backward, recompute=repeated), product
+            first._replace(compute=forward), then._replace(compute=backward, recompute=repeated), of_weights
         )
+
+    def _large(self, kind: str) -> LargeLinears:
+        module = self.spec.modules[kind]
+        least = self.config.precision.fp8_least
+        return module.in_fp8(least) if isinstance(module, LayerSpec) else LargeLinears()
+
+    def _rates(self, kind: str) -> tuple[float, float]:
+        """Return the operations per second of a module's matrices, and of the gradients of its weights."""
+        large, precision = self._large(kind).matrices, self.config.precision
+        if not large:
+            return self.matrix_rate, self.matrix_rate
+        share = large / self.spec.modules[kind].multiply_adds
+        rate = 1 / (share / self.large_rate + (1 - share) / self.matrix_rate)
+        return rate, self.matrix_rate if precision.fp8_recipe == "rowwise" else rate
+
+    def _converted(self, kind: str) -> tuple[float, float]:
+        """Return the bytes in which a forward and a backward convert to fp8."""
+        large, tp = self._large(kind), self.tp
+        inputs = self.tokens * (large.columns * self.config.model.hidden_size + large.rows / tp)
+        outputs = self.tokens * (large.written + large.outputs / tp)
+        weights = large.matrices / tp
+        return CONVERTED * (inputs + weights), (CONVERTED + TURNED) * (outputs + weights) + TURNED * inputs
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.

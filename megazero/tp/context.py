@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.comm.peers import Peers
+from megazero.comm.peers import Peers, Pending
 from megazero.mesh.grid import nearest_multiple
-from megazero.products.product import PLAIN, Operand, Product
+from megazero.products.product import PLAIN, Across, Operand, Product
 from megazero.tp.deferred import DeferredGradients
 
 
@@ -48,12 +49,20 @@ class TensorParallel(Peers):
             )
         return total // self.size
 
+    @property
+    def across(self) -> Across | None:
+        """What makes the largest of numbers that the ranks have of parts of a sequence; None: each has it whole."""
+        return self._largest if self.sharded_sequence else None
+
+    def _largest(self, number: Tensor) -> Tensor:
+        return self.start_sum(number, dist.ReduceOp.MAX).wait()
+
     def start_whole(self, x: Operand) -> Callable[[], Operand]:
         """Start to gather the sequence's parts of an operand. The result waits for the whole one."""
         if not self.sharded_sequence:
             return lambda: x
-        parts = [self.start_gather(part) for part in x]
-        return lambda: tuple(part.wait() for part in parts)
+        parts = [self.start_gather(part) if part.dim() else part for part in x]
+        return lambda: tuple(part.wait() if isinstance(part, Pending) else part for part in parts)
 
 
 def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:

@@ -45,7 +45,7 @@ from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
-from megazero.products import find_product
+from megazero.products import make_product
 from megazero.tp import DeferredGradients, TensorParallel
 from megazero.train.expert_balance import ExpertBalance, balance_losses
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
@@ -61,7 +61,8 @@ def build_decoder(
     """
     traffic, waits = traffic or Traffic(mesh.links), Waits(mesh.device, timed)
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
-    product = find_product(config.precision.product)
+    product = make_product(config.precision.product, **config.precision.product_options)
+    product.require(mesh.device)
     tp = TensorParallel.of(
         mesh.tp,
         sequence_parallel=config.parallel.sequence_parallel,

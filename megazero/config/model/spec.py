@@ -17,6 +17,7 @@ from megazero.config.model.parameters import ParameterSpec, column, norm, row
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
+from megazero.products import fits_fp8
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"  # kinds of modules; other layers are "layer 2", ...
 
@@ -70,6 +71,23 @@ class Fed(NamedTuple):
     kept: Elements
 
 
+class LargeLinears(NamedTuple):
+    """The linears of a layer that are multiplied in fp8.
+
+    columns: how many inputs [s, b, h] column-parallel ones have. rows, outputs: elements of a token that go into
+    row-parallel ones, and come out of column-parallel ones; ranks cut both. written: elements that come out of
+    row-parallel ones. widest: the most that comes out of those of one input. matrices: elements of the weights, each
+    of which is a multiply-add of a token.
+    """
+
+    columns: int = 0
+    rows: int = 0
+    outputs: int = 0
+    written: int = 0
+    widest: int = 0
+    matrices: int = 0
+
+
 @dataclass(frozen=True)
 class LayerSpec(ModuleSpec):
     """A kind of layer.
@@ -89,6 +107,35 @@ class LayerSpec(ModuleSpec):
     rereads_output: bool = False
     rereads_experts: bool = False
     places: tuple[int, ...] = ()
+
+    @property
+    def linears(self) -> Iterator[ParameterSpec]:
+        """The matrices of column- and row-parallel linears, which multiply as a run's products do."""
+        matrices = (p for p in self.parameters if p.multiplies and p.cut is not None and not p.experts)
+        return (p for p in matrices if self.mixer.in_fp8 or not p.name.startswith("attention."))
+
+    def in_fp8(self, least: int | None, part: str = "") -> LargeLinears:
+        """Return the linears that are multiplied in fp8 (products/fp8.py), none if ``least`` is None.
+
+        part: what their names begin with.
+        """
+        found, by_input = LargeLinears(), dict[tuple[str, int | None], list[tuple[int, ...]]]()
+        for p in self.linears:
+            if p.name.startswith(part):
+                by_input.setdefault((p.name.rsplit(".", 2)[0], p.cut), []).append(p.shape)
+        for (_, cut), shapes in by_input.items():
+            if least is None or not fits_fp8(shapes, least):
+                continue
+            out, into, columns = sum(n for n, _ in shapes), shapes[0][1], cut == 0
+            found = LargeLinears(
+                columns=found.columns + columns,
+                rows=found.rows + into * (not columns),
+                outputs=found.outputs + out * columns,
+                written=found.written + out * (not columns),
+                widest=max(found.widest, out),
+                matrices=found.matrices + out * into,
+            )
+        return found
 
 
 class ModelSpec:

@@ -17,6 +17,7 @@ from megazero.models.layer import recomputed
 from megazero.models.norm import make_norm, normed
 from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
+from megazero.products.product import PLAIN
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel, whole
 
 
@@ -33,9 +34,10 @@ class LatentAttention(nn.Module):
         self, config: ModelConfig, tp: TensorParallel, cp: ContextParallel, recompute: str, **factory: Any
     ) -> None:
         super().__init__()
+        tp = replace(tp, product=PLAIN)
         self.config, self.tp, self.cp, self.recompute = config, tp, cp, recompute
         # Of one rank: its linears are whole, and do not communicate.
-        self.alone = TensorParallel(product=tp.product, deferred=tp.deferred)
+        self.alone = TensorParallel(deferred=tp.deferred)
         mixer, h, rank = Latent(config), config.hidden_size, config.q_lora_rank
         heads, width = mixer.heads.number, mixer.heads.width
 

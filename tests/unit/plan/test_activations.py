@@ -24,6 +24,8 @@ from megazero.plan.activations import (
     mask_elements,
 )
 from megazero.pp.partition import Costs, partition
+from megazero.products import RECIPES, make_product
+from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
 from tests.unit.plan.test_plan import MODEL
 
@@ -35,7 +37,9 @@ def kept_bytes(values: dict[str, object]) -> float:
     output of a layer is the input of the next: each keeps one of the two."""
     config = make_config({**SIZES, **values}, World(1, 1))
     dtype = DTYPES[config.precision.params_dtype]
-    decoder = Decoder(config.model, recompute=config.training.recompute_granularity, dtype=dtype)
+    product = make_product(config.precision.product, **config.precision.product_options)
+    recompute = config.training.recompute_granularity
+    decoder = Decoder(config.model, TensorParallel(product=product), recompute=recompute, dtype=dtype)
     for parameter in decoder.layers["0"].parameters():
         torch.nn.init.zeros_(parameter)
     x = torch.zeros(64, 2, config.model.hidden_size, dtype=dtype, requires_grad=True)
@@ -97,6 +101,17 @@ def test_what_a_layer_with_latents_keeps(more: dict[str, object], recompute: str
     config = make_config({**SIZES, **values}, World(1, 1))
     kept = kind_activations(config, torch.finfo(DTYPES[dtype]).bits // 8, on_host=True).kept
     assert 0.97 < kept / kept_bytes(values) < 1.05
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_layer_keeps_in_fp8(recipe: str) -> None:
+    """Inputs of linears, a byte an element and scales, but for rowwise ones, which are kept as they are."""
+    plain = {"model_family": "llama", "params_dtype": "bf16", "recompute_granularity": "none"}
+    values = {**plain, "fp8_format": "e4m3", "fp8_recipe": recipe, "fp8_min_size": 16}
+    saved, without = kept_bytes(values), kept_bytes(plain)
+    kept = kind_activations(make_config({**SIZES, **values}, World(1, 1)), 2, on_host=True).kept
+    assert 0.99 < kept / saved < 1.1
+    assert (saved < 0.95 * without) == (recipe != "rowwise")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -270,6 +270,29 @@ def test_model_states_are_those_of_the_shards(
     assert plan.memory.model_states == pytest.approx(bytes_per_parameter * parameters, rel=1e-6)
 
 
+def test_products_in_fp8_have_their_own_rate() -> None:
+    """Twice that of bf16. Rowwise, gradients of weights have bf16's; and a cluster file must say the rate."""
+    on = cluster()
+    fast = {"memory_gbytes_per_s": 1e12, "fp8_tensorwise_tflops": 2.0, "fp8_rowwise_tflops": 2.0}
+    on = replace(on, device=replace(on.device, **fast))
+
+    def weights(**values: object) -> float:
+        """Seconds of the gradients of a layer's weights, which are those of its products in a forward."""
+        fp8 = {"fp8_format": "e4m3", "fp8_min_size": 1, **values} if values else {}
+        return layout({"kv_channels": 16, **fp8}, on).base.compute.times[LAYER].weight
+
+    (layer,) = model_spec(layout({"kv_channels": 16}, on).config.model).layers
+    most = max(min(p.shape) for p in layer.linears)  # attention's are smaller
+    whole, large = (layer.in_fp8(least).matrices for least in (1, most))
+    assert 0 < large < whole == layer.matrices
+    assert weights(fp8_recipe="tensorwise") == pytest.approx(weights() / 2)
+    assert weights(fp8_recipe="rowwise") == pytest.approx(weights())
+    part = weights(fp8_recipe="tensorwise", fp8_min_size=most)
+    assert part == pytest.approx(weights() * (1 - large / whole / 2))
+    with refused("--fp8-recipe blockwise", "device.fp8_blockwise_tflops", "--bf16"):
+        weights(fp8_recipe="blockwise")
+
+
 def test_matrices_have_one_moment_and_cross_nodes_twice() -> None:
     plan, adamw = (
         layout({"zero_shard": (1, 1, 8), "optimizer": name}, cluster()) for name in ("muon", "adamw")

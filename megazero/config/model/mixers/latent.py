@@ -65,6 +65,7 @@ class Latent(Mixer):
     module = "megazero.models.mixers.latent:LatentAttention"
     rules = (_built,)
     rotated_by = "--qk-pos-emb-head-dim"
+    in_fp8 = False  # latents are narrow, and ranks gather them as they are
     names = {
         "attention.q_full_proj": "self_attn.q_proj",
         "attention.q_down_proj": "self_attn.q_a_proj",

@@ -72,6 +72,7 @@ class Mixer(ABC):
     module: 'module:name' of the module, which is imported when a layer is built, with SoftmaxAttention's arguments.
     rules: report what is wrong with its options in any decoder.
     rotated_by: the flag of how many channels positions turn.
+    in_fp8: its linears multiply as a run's products do; else plainly.
     names, megatron: what Hugging Face calls its modules, where a family does not say otherwise, and what Megatron.
     """
 
@@ -80,6 +81,7 @@ class Mixer(ABC):
     module: ClassVar[str]
     rules: ClassVar[tuple[Callable[[Any], Iterator[str]], ...]] = ()
     rotated_by: ClassVar[str] = "--kv-channels"
+    in_fp8: ClassVar[bool] = True
     names: ClassVar[Names] = {}
     megatron: ClassVar[Names] = {}
 
