@@ -50,7 +50,10 @@ STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_schedule",
 )
-ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
+ZERO = (
+    *("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size"),
+    "num_distributed_optimizer_instances",
+)
 LIFETIME, WHOLE = "zero_params_lifetime", "zero_gradients_lifetime"
 OF_STAGES = ("pipeline_model_parallel_size", "use_tp_pp_dp_mapping", *STAGES)
 CHOICES = (*PARALLEL, LEVELS, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")

@@ -293,6 +293,9 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
         out["zero_shard"] = layout.shards
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
+    if zero.num_distributed_optimizer_instances > 1:
+        ranks = layout.world.world_size // (layout.tp * layout.pp * layout.replicas)
+        out["num_distributed_optimizer_instances"] = ranks // layout.shards[2]
     matrices = max(kind.matrices for kind in model_spec(config.model).layers)
     if matrices // config.parallel.tensor_model_parallel_size > zero.zero_chunk_numel:
         out["zero_chunk_numel"] = values["hidden_size"] ** 2  # several chunks

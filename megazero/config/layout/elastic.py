@@ -95,6 +95,8 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
     if zero.zero_shard:
         p, g, os = zero.zero_shard
         yield replace(zero, zero_shard=nearest_shards((p, g, os), d, near))
+    elif (instances := zero.num_distributed_optimizer_instances) > 1:
+        yield replace(zero, num_distributed_optimizer_instances=gcd(instances, d))
     elif zero.zero_preset in PARTITIONED and (wanted := zero.zero_hpz_partition_size) and near[-1] > 1:
         legal = whole_parts(near[-1], near)
         yield replace(zero, zero_hpz_partition_size=min(legal, key=lambda k: (abs(k - wanted), k)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
+from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, OVER_ALL, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.model.section import EXPERTS
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
@@ -158,6 +158,13 @@ class ZeroConfig:
         "ranks that share hpz's or zeropp's copy of the parameters (default: those of a node). It may be the "
         "ranks of a rack, or of a site, by --level-sizes",
         low=1,
+    )
+    num_distributed_optimizer_instances: int = option(
+        1,
+        "N: a preset's d becomes d / N, as in N replicas of the sharded states: with zero1 P,G,OS = 1,1,d/N, with "
+        "zero3 d/N three times",
+        low=1,
+        needs=f"zero_preset = {'|'.join(OVER_ALL)}",
     )
     zero_params_lifetime: str | None = option(
         None,
