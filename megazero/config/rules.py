@@ -25,16 +25,18 @@ from megazero.config.options.fields import typed
 from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
-from megazero.config.schedule.batch_sizes import ramp_fault
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.config.schedule.sequence_lengths import growth_fault
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
 
 def _ramp(config: RunConfig) -> Iterator[str]:
-    ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
-    if ramp is not None and target is not None and (fault := ramp_fault(ramp, target)):
-        yield fault
+    if config.batch.step_batch_size_schedule or config.batch.global_batch_size is not None:
+        try:
+            BatchSizes.of(config, 1)
+        except ValueError as error:
+            yield f"{error}"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

@@ -126,7 +126,7 @@ class Trainer:
             self.feeding,
             source,
             steps=self.config.training.eval_iters,
-            micro_batches=sizes.target // sizes.quantum,
+            micro_batches=self.config.batch.evaluated_per_step(sizes.data_parallel) // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
             replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
             advance=partial(self._evaluating, name or "validation"),

@@ -15,7 +15,7 @@ import torch
 
 from megazero.config import RunConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.models import Decoder
 from megazero.models.experts import MixtureOfExperts
 from megazero.moe import Decision, Router
@@ -65,7 +65,7 @@ class Reference:
         for module in self.decoder.modules():
             if isinstance(module, MixtureOfExperts):
                 module.register_forward_pre_hook(self._judge)
-        sizes = BatchSizeRampup.of(config, data_parallel)
+        sizes = BatchSizes.of(config, data_parallel)
         self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]
 
     def train(self, steps: int) -> Iterator[float]:

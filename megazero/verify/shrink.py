@@ -279,7 +279,7 @@ def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]
         number = 2 * group if have >= 2 * config.micro_batch_multiple else group
     quantum = micro * d * group
     values: dict[str, Any] = {"global_batch_size": micro * d * number}
-    if batch.rampup_batch_size is not None:
+    if batch.resized_by:
         values["global_batch_size"] = max(2 * quantum, micro * d * number)
         # two sizes, the second from the middle of the run on
         increment = values["global_batch_size"] - quantum

@@ -109,7 +109,11 @@ def resolve_shards(
             f"--num-distributed-optimizer-instances {instances} does not divide {d} data-parallel ranks; nearest: "
             f"{around(common_divisors(d), instances)}"
         )
-    p, g, os = _preset_factors(policy, d // instances, near, partition) if isinstance(policy, str) else _triple(policy)
+    p, g, os = (
+        _preset_factors(policy, d // instances, near, partition)
+        if isinstance(policy, str)
+        else _triple(policy)
+    )
     if problem := shard_problem((p, g, os), d, near):
         raise ValueError(problem)
     if lifetime is not None and lifetime not in LIFETIMES:

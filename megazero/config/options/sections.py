@@ -340,6 +340,12 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
+    step_batch_size_schedule: tuple[str, ...] = option(
+        (),
+        "TOKENS:SAMPLES ...: the global batch from so many consumed tokens on, such as 0:384 200B:768 400B:1152. The "
+        "last one is --global-batch-size",
+        small=SHORT,
+    )
     rampup_seq_length: tuple[int, ...] | None = option(
         None,
         "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
@@ -347,6 +353,25 @@ class BatchConfig:
         small=SHORT,
     )
     elastic: bool = option(False, "keep the global batch on other numbers of ranks, by a smaller micro-batch")
+
+    eval_global_batch_size: int | None = option(
+        None,
+        "samples of an evaluation's step (default: --global-batch-size)",
+        low=1,
+        needs=EVALUATES,
+        small=SHORT,
+    )
+
+    @property
+    def resized_by(self) -> str:
+        """Return the flag by which the global batch changes over the run, or ''."""
+        if self.step_batch_size_schedule:
+            return "--step-batch-size-schedule"
+        return "--rampup-batch-size" if self.rampup_batch_size else ""
+
+    def evaluated_per_step(self, data_parallel: int) -> int:
+        """Return the samples of an evaluation's step, of ``data_parallel`` shares."""
+        return self.eval_global_batch_size or self.samples_per_step(data_parallel)
 
     def samples_per_step(self, data_parallel: int) -> int:
         """Return the global batch, after any ramp-up, of ``data_parallel`` shares."""

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megazero.config.options.fields import show
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 
 
 def growth_fault(ramp: tuple[int, ...]) -> str:
@@ -56,7 +56,7 @@ class SequenceLengths:
         wanted = math.floor(iteration / iterations * (end - start) + start)
         return min(wanted - wanted % multiple, end, self.full)
 
-    def samples_reaching(self, tokens: int, sizes: BatchSizeRampup) -> int:
+    def samples_reaching(self, tokens: int, sizes: BatchSizes) -> int:
         """Return the samples consumed by the first iteration, from the beginning, that reaches ``tokens``."""
         iteration = samples = done = 0
         while done < tokens and iteration < self.settled:

@@ -55,7 +55,7 @@ def make_datasets(
     Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
     Raises ValueError if the data is too short for the run, or of another kind than what was consumed.
     """
-    evaluated = config.training.eval_iters * length.batch_sizes.target
+    evaluated = config.training.eval_iters * config.batch.evaluated_per_step(length.batch_sizes.data_parallel)
     counts = {"train": length.samples, "valid": evaluated, "test": evaluated}
     made: dict[str, SampleSource] = {}
     for split, source in _opened(config, tokenizer, counts, begin.ordered_for):
@@ -118,7 +118,7 @@ def evaluation_sets(
         if source.samples < batch:
             raise ValueError(
                 f"the {split} data has {source.samples} samples of {config.model.seq_length} tokens, and a global "
-                f"batch {batch}: lower --global-batch-size, or add data"
+                f"batch {batch}: lower --eval-global-batch-size, or add data"
             )
     return made
 
@@ -126,7 +126,7 @@ def evaluation_sets(
 def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
     """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
     if split != "train":
-        return f"--eval-iters to at most {samples // length.batch_sizes.target}"
+        return f"--eval-iters to at most {samples // config.batch.evaluated_per_step(length.batch_sizes.data_parallel)}"
     if config.training.train_samples is not None:
         return f"--train-samples to at most {samples}"
     more = length.batch_sizes.iterations_within(samples, begin.consumed_samples)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megazero.config import ConfigError, parse
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.config.schedule.sequence_lengths import SequenceLengths
 from megazero.mesh.levels import INTER
 from tests.messages import refused
@@ -224,7 +224,7 @@ def test_lengths_in_tokens_count_what_growing_samples_have(tmp_path):
         iterations += 1
         tokens += 16 * lengths.at(iterations)
     assert config.training.train_samples == 16 * iterations > 60000 / 32
-    sizes, reached = BatchSizeRampup(16, 0, 0, 16, 1, 1), 16 * sum(map(lengths.at, range(1, 41)))
+    sizes, reached = BatchSizes(((0, 16),), 1, 1), 16 * sum(map(lengths.at, range(1, 41)))
     found = [lengths.samples_reaching(tokens, sizes) for tokens in (reached - 1, reached, reached + 1)]
     assert found == [640, 640, 656]
     assert parse(flags, WORLD).training.train_samples == 1888

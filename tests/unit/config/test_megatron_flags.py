@@ -254,16 +254,14 @@ def test_tokens_are_samples_of_the_sequence_length():
 
 
 def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
-    from megazero.config.schedule.batch_sizes import BatchSizeRampup
+    from megazero.config.schedule.batch_sizes import BatchSizes, batch_steps
 
     for tokens in (1, 160, 320, 1900, 3200, 3232, 6400, 9599, 12800):
         line = (
             f"--train-tokens {tokens} --global-batch-size 16 --rampup-batch-size 4 4 60 --micro-batch-size 2"
         )
         samples = in_tokens(line).training.train_samples
-        ramp = BatchSizeRampup(
-            start=4, increment=4, ramp_samples=60, target=16, micro_batch=2, data_parallel=1
-        )
+        ramp = BatchSizes(batch_steps(None, (4, 4, 60), 16, 32), micro_batch=2, data_parallel=1)
         consumed, iterations = 0, 0  # the loop of Megatron-DeepSpeed
         while consumed * 32 < tokens:
             consumed, iterations = consumed + ramp.batch_size(consumed), iterations + 1

@@ -17,6 +17,7 @@ from megazero.config.options.sections import BatchConfig
 from megazero.config.read.resolve import ACCUMULATION, COMPLETIONS
 from megazero.config.run import all_options, section_types, stored_values
 from megazero.config.summary import describe
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.config.validate import facts, judge
 from megazero.families import FAMILIES
 from megazero.pp.schedules import make_schedule
@@ -81,6 +82,14 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --global-batch-size 64 --rampup-batch-size 16,32,100 -> --global-batch-size 64; --rampup-batch-size; 24 or 48
 --global-batch-size 64 --rampup-batch-size 80,16,100 -> --global-batch-size 64; --rampup-batch-size; 64
 --global-batch-size 64 --rampup-batch-size 16,16 -> --rampup-batch-size 16,16
+--step-batch-size-schedule 0:8 1M:16 -> --step-batch-size-schedule; 16
+--step-batch-size-schedule 1K:16 2K:32 -> --step-batch-size-schedule 1K:16; 0:16
+--step-batch-size-schedule 0:16 1K -> --step-batch-size-schedule 1K
+--step-batch-size-schedule 0:16 1K:0 -> --step-batch-size-schedule 1K:0; 1K:1
+--step-batch-size-schedule 0:16 1K:32 1001:48 -> --step-batch-size-schedule 0:16; 1001:48
+--step-batch-size-schedule 0:16 1M:32 --global-batch-size 64 -> --global-batch-size 64; 32
+--step-batch-size-schedule 0:16 --rampup-batch-size 16,16,100 -> --step-batch-size-schedule; --rampup-batch-size
+--eval-global-batch-size 40 -> --eval-global-batch-size 40; 32 or 48
 --optimizer muon --optimizer-impl apex -> --optimizer-impl apex; auto
 --zero-shard 2,4,6 -> 2,4,8
 --zero-shard 2,2 -> P,G,OS
@@ -442,6 +451,18 @@ def test_legal_configurations():
     assert legal(optimizer="adam").optimizer.optimizer == "adamw"
     assert legal(global_batch_size=64, rampup_batch_size=(16, 16, 100))
     assert legal().batch.global_batch_size == 16
+
+
+def test_a_schedule_of_batch_sizes_is_a_ramp_up_in_other_words():
+    length = BASE["seq_length"]
+    steps = [f"{samples * length}:{size}" for samples, size in ((0, 16), (34, 32), (67, 48), (100, 64))]
+    said, ramp = (
+        legal(step_batch_size_schedule=steps),
+        legal(global_batch_size=64, rampup_batch_size=(16, 16, 100)),
+    )
+    assert BatchSizes.of(said, 4) == BatchSizes.of(ramp, 4) and said.batch.global_batch_size == 64
+    assert legal(eval_global_batch_size=32).batch.evaluated_per_step(8) == 32
+    assert legal().batch.evaluated_per_step(8) == 16
 
 
 def test_without_a_world_only_sizes_that_need_it_stay_unchecked():
