@@ -152,7 +152,10 @@ def _contexts(heads: int, keys: int) -> dict[str, Any]:
 
 def stage_layers(config: RunConfig, pp: int) -> list[int]:
     """Return how many layers each stage has in a pipeline of ``pp`` ranks. Of uneven stages the first has more."""
-    counts, wanted = {len(stage.layers) for stage in _stages(config)}, pp * config.virtual_stages
+    have, wanted = [len(stage.layers) for stage in _stages(config)], pp * config.virtual_stages
+    counts = set(have)
+    if 0 in counts and wanted > 2:
+        return [min(1, have[0]), *[1] * (wanted - 2), min(1, have[-1])]
     if len(counts) > 1:
         return [2, *[1] * (wanted - 1)]
     return [1 if counts == {1} or wanted > 4 else 2] * wanted

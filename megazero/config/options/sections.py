@@ -86,7 +86,10 @@ class ParallelConfig:
         None, "layers of each stage, where a rank has several (interleaved schedule)", low=1, small=SHORT
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "stages of each rank (interleaved schedule), of equal sizes or not (default: 1)", low=1
+        None,
+        "stages of each rank (interleaved schedule), of equal sizes or not (default: as --pipeline-partition lists, "
+        "else 1)",
+        low=1,
     )
     pipeline_schedule: str | None = option(
         None,
@@ -97,8 +100,9 @@ class ParallelConfig:
     pipeline_partition: str | None = option(
         None,
         "layers per stage: balanced (by compute, embedding and head included), uniform, type:transformer|embedding "
-        "(embedding and head count as a layer each), or a list such as 5,6,6,5 (default: balanced)",
-        aliases=("pp-partition-method",),
+        "(embedding and head count as a layer each), or a list such as 5,6,6,5, or in Megatron's letters "
+        "Et*5|(t*6|)*2t*5L (default: balanced)",
+        aliases=("pp-partition-method", "pipeline-model-parallel-layout"),
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first stage; the others share the rest", low=1, small=SHORT

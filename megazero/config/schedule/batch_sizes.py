@@ -1,10 +1,10 @@
 """The global batch size is a pure function of the samples consumed: steps (--step-batch-size-schedule, and
 --rampup-batch-size, which is short for equal ones).
 
-The samples consumed before an iteration decide its batch. Megatron's ramp-up goes from `start` to `target` in steps of
-`increment`, spread evenly over the first samples. It computes the step as int(consumed / (samples / steps)) in
-floating point; here it is consumed * steps // samples in integers. The two are the same except where a float quotient
-that should be whole falls just short of it.
+The samples consumed before an iteration decide its batch. Megatron's ramp-up goes from `start` to `target` in steps
+of `increment`, spread evenly over the first samples. It computes the step as int(consumed / (samples / steps)) in
+floating point; here it is consumed * steps // samples in integers. The two are the same except where a float
+quotient that should be whole falls just short of it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def scheduled_steps(words: Sequence[str], seq_length: int) -> Steps:
         raise ValueError(
             f"{flag} {' '.join(words)} has no first batch; nearest: add 0:{steps[0][1] if steps else 1}"
         )
-    for (one, _), (other, size) in pairwise(steps):
+    for (one, _), (other, _) in pairwise(steps):
         if one == other:
             raise ValueError(
                 f"{flag} {' '.join(words)} says two sizes after {one} samples of {seq_length} tokens; leave one out"
@@ -102,7 +102,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: RunConfig, data_parallel: int) -> BatchSizes:
-        """Return the sizes that a configuration means on ``data_parallel`` ranks. Raises ValueError: ``batch_steps``."""
+        """Return the sizes of a configuration on ``data_parallel`` ranks. Raises ValueError: ``batch_steps``."""
         batch, target = config.batch, config.batch.samples_per_step(data_parallel)
         schedule, ramp = batch.step_batch_size_schedule, batch.rampup_batch_size
         steps = batch_steps(schedule, ramp, target, config.model.seq_length)

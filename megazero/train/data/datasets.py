@@ -126,7 +126,8 @@ def evaluation_sets(
 def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
     """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
     if split != "train":
-        return f"--eval-iters to at most {samples // config.batch.evaluated_per_step(length.batch_sizes.data_parallel)}"
+        batch = config.batch.evaluated_per_step(length.batch_sizes.data_parallel)
+        return f"--eval-iters to at most {samples // batch}"
     if config.training.train_samples is not None:
         return f"--train-samples to at most {samples}"
     more = length.batch_sizes.iterations_within(samples, begin.consumed_samples)

@@ -16,8 +16,8 @@ from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import BatchConfig
 from megazero.config.read.resolve import ACCUMULATION, COMPLETIONS
 from megazero.config.run import all_options, section_types, stored_values
-from megazero.config.summary import describe
 from megazero.config.schedule.batch_sizes import BatchSizes
+from megazero.config.summary import describe
 from megazero.config.validate import facts, judge
 from megazero.families import FAMILIES
 from megazero.pp.schedules import make_schedule
@@ -122,9 +122,12 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --zero-block-size 64 -> --zero-block-size 64; --zero-quantized-weights; --zero-quantized-gradients
 --zero-exact-numel 0 -> --zero-exact-numel 0; --zero-quantized-weights; --zero-quantized-gradients
 --save x --stop-on-spike -> --stop-on-spike; --save-interval
-PP --num-layers 1 -> --pipeline-model-parallel-size 2; 1 ranks, or 2 layers
---num-layers 8 PP --num-virtual-stages-per-pipeline-rank 5
-    -> --pipeline-model-parallel-size 2; 4 stages per rank, or 10 layers
+PP --num-layers 1 --decoder-last-pipeline-num-layers 1 -> --pipeline-model-parallel-size 2; 1 ranks, or 2 layers
+--num-layers 8 PP --num-virtual-stages-per-pipeline-rank 6
+    -> --pipeline-model-parallel-size 2; 5 stages per rank, or 10 layers
+PP --pipeline-model-parallel-layout Et*3|tmL -> --pipeline-partition Et*3|tmL; balanced
+PP --pipeline-model-parallel-layout Et|(t|)*2tt -> --pipeline-partition Et|(t|)*2tt; balanced
+PP --pipeline-model-parallel-layout Et|t|ttL -> --pipeline-model-parallel-size 2; 2,2
 --num-layers 8 PP --num-layers-per-virtual-pipeline-stage 3
     -> --num-layers 8; --pipeline-model-parallel-size 2; --num-layers-per-virtual-pipeline-stage 3; 2 or 4
 PP --num-layers 9 --num-layers-per-virtual-pipeline-stage 3
