@@ -35,7 +35,7 @@ from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
-from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate
+from megazero.train.schedule.learning_rate import DECOUPLED, FACTOR, UNDECAYED, LearningRate
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.progress import Progress, leave_out, next_to_leave_out, without_effect
@@ -316,7 +316,8 @@ class Trainer:
         position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
         rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.param_groups:
-            group["lr"] = rates[group.get(DECOUPLED, False)]
+            rate = self.learning_rates[group.get(DECOUPLED, False)].times(group.get(FACTOR, 1.0))
+            group["lr"] = rate(position)
             group["weight_decay"] = 0.0 if group.get(UNDECAYED) else self.config.optimizer.weight_decay
         decoupled = (
             {} if self.config.optimizer.decoupled_lr is None else {"decoupled_learning_rate": rates[True]}

@@ -21,7 +21,7 @@ from megazero.models.experts import MixtureOfExperts
 from megazero.moe import Decision, Router
 from megazero.moe.balance import move_bias
 from megazero.train.expert_balance import balance_losses
-from megazero.train.parallelize import MicroBatch, is_matrix, optimizer_factory
+from megazero.train.parallelize import MicroBatch, is_matrix, optimizer_factory, own_rates
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
 from megazero.zero.by_matrix import MATRIX
 
@@ -93,12 +93,11 @@ class Reference:
     def _groups(self, named: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Return a group for each parameter, with the options that are its own."""
         plain, specs = self.decoder.no_weight_decay(), self.decoder.specs
-        rate = self.config.optimizer.decoupled_lr
         return [
             {"params": [p]}
             | ({MATRIX: True} if is_matrix(specs[name], self.config) else {})
             | ({"weight_decay": 0.0} if name in plain else {})
-            | ({"lr": rate} if rate is not None and specs[name].vocabulary else {})
+            | own_rates(specs[name], self.config)
             for name, p in named.items()
         ]
 
