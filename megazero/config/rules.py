@@ -151,6 +151,12 @@ def _data(config: RunConfig) -> Iterator[str]:
             yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
 
 
+def _fragments(config: RunConfig) -> Iterator[str]:
+    """Report files of documents that are to be cut with no probability."""
+    if config.data.fim_split_sample is not None and config.data.fim_fragment_rate is None:
+        yield "--fim-split-sample needs --fim-fragment-rate, the probability of a file to be cut"
+
+
 def _vocabulary(config: RunConfig) -> Iterator[str]:
     if config.data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
@@ -316,6 +322,7 @@ RULES: tuple[Rule, ...] = (
     _idle_router_of_new_model,
     lambda c: data_kind(c.data).faults(c.data),
     _data,
+    _fragments,
     _vocabulary,
     _profiled_steps,
     _attention,

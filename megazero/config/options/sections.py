@@ -483,7 +483,7 @@ class DataConfig:
     NEEDS: ClassVar = {
         name: f"tokenizer_type = {'|'.join(kind for kind, files in TOKENIZERS.items() if name in files)}"
         for name in FILE_OPTIONS
-    }
+    } | {"fim_": "fim_data"}
 
     data_path: tuple[str, ...] = option(
         (), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend", resume=ORDER
@@ -508,6 +508,36 @@ class DataConfig:
         "folder of index caches (default: beside the data)",
         needs="not mock_data: --data-path instead of --mock-data",
     )
+    fim_data: bool = option(
+        False,
+        "fill in the middle: of documents, cut at two places, the middle stands last (Bavarian et al. 2022)",
+        resume=ORDER,
+        strict=True,
+        needs=("not mock_data: --data-path instead of --mock-data", "tokenizer_type"),
+    )
+    fim_rate: float | None = option(
+        None, "probability of a document to be cut (default: 0.5)", low=0, high=1, strict=True, resume=ORDER
+    )
+    fim_spm_rate: float | None = option(
+        None,
+        "probability that the suffix stands first, then the prefix (default: 0.5)",
+        low=0,
+        high=1,
+        strict=True,
+        resume=ORDER,
+    )
+    fim_split_sample: str | None = option(
+        None, "token that ends files of a document: these are cut, if the document would be", resume=ORDER
+    )
+    fim_fragment_rate: float | None = option(
+        None, "probability of such a file to be cut", low=0, high=1, needs="fim_split_sample", resume=ORDER
+    )
+    fim_no_prefix: str | None = option(None, "what begins so is not cut", resume=ORDER)
+    fim_prefix_token: str = option("<fim_prefix>", "token before the prefix", resume=ORDER)
+    fim_middle_token: str = option("<fim_middle>", "token before the middle", resume=ORDER)
+    fim_suffix_token: str = option("<fim_suffix>", "token before the suffix", resume=ORDER)
+    fim_pad_token: str = option("<fim_pad>", "token that fills a sample that became shorter", resume=ORDER)
+    fim_eod_token: str = option("<|endoftext|>", "token that ends documents", resume=ORDER)
     mock_data: bool = option(False, "made-up tokens instead of --data-path", small=True, resume=ORDER)
     tokenizer_type: str | None = option(
         None,

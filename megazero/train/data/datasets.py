@@ -11,10 +11,11 @@ import numpy as np
 from megazero.config import RunConfig
 from megazero.config.options.data_sources import data_kind
 from megazero.data.blend import BlendedDataset
+from megazero.data.fim import FillInTheMiddle
 from megazero.data.gpt import SampleSpec
 from megazero.data.sampler import replica_shares
 from megazero.data.source import DatasetSource, OpenPart, SampleSource
-from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, load_tokenizer
+from megazero.data.tokenizer import NullTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.log.units import plural
 from megazero.train.schedule.run_length import RunLength
@@ -27,12 +28,15 @@ JUDGED, ALIKE = 65_536, 0.05
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     """Describe the run's tokenizer: without --tokenizer-type a null one of --vocab-size."""
+    return _tokenizer(config).info
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer:
     data = config.data
     if data.tokenizer_type is None:
-        return NullTokenizer(config.model.vocabulary - 1).info
-    return load_tokenizer(
-        data.tokenizer_type, vocab_size=config.model.vocab_size, **tokenizer_options(vars(data))
-    ).info
+        return NullTokenizer(config.model.vocabulary - 1)
+    size = config.model.vocab_size
+    return load_tokenizer(data.tokenizer_type, vocab_size=size, **tokenizer_options(vars(data)))
 
 
 def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
@@ -79,7 +83,8 @@ def _opened(
     """
     data = config.data
     masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask
-    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks)
+    change = FillInTheMiddle.of(data, _tokenizer(config)) if data.fim_data else None
+    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change)
     parts: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)
     for split, open_part in parts.items():
         if count := counts[split]:

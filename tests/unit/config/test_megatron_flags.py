@@ -182,6 +182,8 @@ MEANS = """
 --window-size 7,0 --window-attn-skip-freq 2 -> window_attn_skip_freq=2
 --window-size 7,0 --window-attn-skip-freq ([1]+[0])*2 -> window_attn_skip_freq=1,0,1,0
 --use-rotary-position-embeddings --no-rope-freq [0,1]*2 -> no_rope_freq=0,1,0,1
+--position-embedding-type none -> position_embedding_type=rope; no_rope_freq=1
+--use-mup --mup-base-hidden-size 8 --mup-embedding-mult 3 -> embedding_multiplier=3
 --apply-layernorm-1p -> apply_layernorm_1p=on
 --input-embeddings-multiplier 12 -> embedding_multiplier=12
 --split '9,1,0' -> split='9,1,0'

@@ -227,7 +227,9 @@ EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --ou
 --position-embedding-type learned_absolute --no-position-embedding
     -> --position-embedding-type; --no-position-embedding
 --position-embedding-type yarn --use-rope-scaling -> --position-embedding-type yarn; --rotary-scaling
---position-embedding-type none -> --position-embedding-type none
+--fim-rate 0.5 -> --fim-rate 0.5; --fim-data
+--fim-data -> --fim-data; --mock-data
+--mup-output-mult 0.5 -> --mup-output-mult; --logits-scaling
 --tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t -> --tokenizer-type TokenizerFromFileWithFIM
 --hybrid-context-parallel -> --hybrid-context-parallel; --context-parallel-size
 --num-experts 8 --moe-loss-coeff 0.01
