@@ -82,7 +82,7 @@ def _half(rate: float | None) -> float:
 def _by_part(text: Ids, mark: int, change: Callable[[Ids], Any]) -> Ids:
     """Return the text whose parts between ``mark`` are changed. Of empty parts only the last is, and others end."""
     parts, begin = [], 0
-    for at in np.flatnonzero(text == mark):
+    for at in np.flatnonzero(text == mark).tolist():
         if at > begin:
             parts += [change(text[begin:at]), text[at : at + 1]]
         begin = at + 1
