@@ -25,15 +25,17 @@ from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
 from megazero.config.options.sections import BALANCE_LOSSES, SINKHORN
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
-from megazero.config.schedule.batch_sizes import ramp_fault
+from megazero.config.schedule.batch_sizes import BatchSizes
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
 
 def _ramp(config: RunConfig) -> Iterator[str]:
-    ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
-    if ramp is not None and target is not None and (fault := ramp_fault(ramp, target)):
-        yield fault
+    if config.batch.step_batch_size_schedule or config.batch.global_batch_size is not None:
+        try:
+            BatchSizes.of(config, 1)
+        except ValueError as error:
+            yield f"{error}"
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -184,6 +186,12 @@ def _data(config: RunConfig) -> Iterator[str]:
             yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
 
 
+def _fragments(config: RunConfig) -> Iterator[str]:
+    """Report files of documents that are to be cut with no probability."""
+    if config.data.fim_split_sample is not None and config.data.fim_fragment_rate is None:
+        yield "--fim-split-sample needs --fim-fragment-rate, the probability of a file to be cut"
+
+
 def _vocabulary(config: RunConfig) -> Iterator[str]:
     if config.data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
@@ -324,6 +332,7 @@ RULES: tuple[Rule, ...] = (
     _idle_router_of_new_model,
     lambda c: data_kind(c.data).faults(c.data),
     _data,
+    _fragments,
     _vocabulary,
     _profiled_steps,
     _attention,

@@ -350,6 +350,7 @@ class RunConfig:
             self.zero.zero_hpz_partition_size,
             quantizes_changes(self.zero),
             self.zero.zero_gradients_lifetime,
+            self.zero.num_distributed_optimizer_instances,
         )
 
     def wire(self, world: World) -> Wire:

@@ -21,6 +21,7 @@ from megazero.config.options.needs import without_effect
 from megazero.config.options.sections import OuterConfig
 from megazero.config.rules import RULES, fp8_share, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.mesh.grid import context_problem, expert_problem
 
 
@@ -127,7 +128,7 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
     loaded.
     """
     sizes = config.batch
-    micro, batch, ramp = sizes.micro_batch_size, sizes.global_batch_size, sizes.rampup_batch_size
+    micro, batch = sizes.micro_batch_size, sizes.global_batch_size
     if batch is None:
         return
     d, group = config.data_parallel_size(world), config.micro_batch_multiple
@@ -136,9 +137,15 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
     rule = f"micro-batch size {micro} x data-parallel size {d}{grouped} = {quantum}"
     if batch % quantum:
         yield f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, quantum)}"
-    if ramp and len(ramp) == 3 and ramp[0] % quantum and config.checkpoint.load is None:
-        near = multiples_around(ramp[0], quantum)
-        yield f"--rampup-batch-size starts at {ramp[0]}, which is not a multiple of {rule}; nearest: {near}"
+    evaluated = sizes.eval_global_batch_size
+    if evaluated and evaluated % quantum:
+        near = multiples_around(evaluated, quantum)
+        yield f"--eval-global-batch-size {evaluated} is not a multiple of {rule}; nearest: {near}"
+    with suppress(ValueError):  # reported elsewhere
+        first = BatchSizes.of(config, d).batch_size(0)
+        if sizes.resized_by and first % quantum and config.checkpoint.load is None:
+            near = multiples_around(first, quantum)
+            yield f"{sizes.resized_by} starts at {first}, which is not a multiple of {rule}; nearest: {near}"
 
 
 def _shard_chain(config: RunConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ What Megatron calls a document here is a sequence of the index.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ class SampleSpec:
     """How samples are cut and masked.
 
     ``seq_length`` is the tokens per sample. ``seed`` is the seed of both shuffles. With ``reset_position_ids`` or
-    ``reset_attention_mask`` samples say where documents begin (``document_fields``).
+    ``reset_attention_mask`` samples say where documents begin (``document_fields``). ``change`` makes another text of
+    one, by the seed and the sample's number (data/fim.py).
     """
 
     seq_length: int
@@ -37,6 +39,7 @@ class SampleSpec:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    change: Callable[[NDArray[np.int64], int, int], NDArray[np.int64]] | None = None
 
 
 def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
@@ -205,4 +208,7 @@ class GPTDataset:
         return text
 
     def __getitem__(self, index: int) -> Sample:
-        return finish_sample(self.text(index), self.spec)
+        text, spec = self.text(index), self.spec
+        if spec.change is not None:
+            text = spec.change(text, spec.seed, int(self.shuffle[index]))
+        return finish_sample(text, spec)

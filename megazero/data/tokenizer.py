@@ -44,6 +44,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def token(self, word: str) -> int | None:
+        """Return the id of a token, or None if there is none of this name."""
+
 
 class SentencePieceTokenizer:
     """Reads a SentencePiece ``.model`` file, or a directory that holds a tokenizer.model.
@@ -79,6 +82,9 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
+
+    def token(self, word: str) -> int | None:
+        return self.vocabulary().get(word)
 
 
 class HuggingFaceTokenizer:
@@ -119,6 +125,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token(self, word: str) -> int | None:
+        return self.model.token_to_id(word)
 
 
 class GPT2BPETokenizer:
@@ -164,6 +173,9 @@ class GPT2BPETokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def token(self, word: str) -> int | None:
+        return self._model.token_to_id(word)
+
     def to_json(self) -> bytes:
         """Return a tokenizer.json with these ids, where the end of document is a special token."""
         made = tokenizers.Tokenizer.from_str(self._model.to_str())
@@ -197,6 +209,9 @@ class NullTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
+
+    def token(self, word: str) -> int | None:
+        return None
 
 
 def load_tokenizer(

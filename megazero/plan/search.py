@@ -19,11 +19,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config import RunConfig, World, unjudged
+from megazero.config.layout.pipeline import virtual_stages
 from megazero.config.layout.shards import AUTO, QUANTISED
 from megazero.config.model.spec import model_spec
 from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
-from megazero.config.options.sections import RECOMPUTE, ZeroConfig
+from megazero.config.options.sections import RECOMPUTE, ParallelConfig, ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.mesh.grid import whole_parts
 from megazero.plan.base_layout import BaseLayout, Partition
@@ -50,7 +51,10 @@ STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_schedule",
 )
-ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
+ZERO = (
+    *("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size"),
+    "num_distributed_optimizer_instances",
+)
 LIFETIME, WHOLE = "zero_params_lifetime", "zero_gradients_lifetime"
 OF_STAGES = ("pipeline_model_parallel_size", "use_tp_pp_dp_mapping", *STAGES)
 CHOICES = (*PARALLEL, LEVELS, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
@@ -283,12 +287,13 @@ class Search:
 
     def _stages(self, pp: int) -> Iterator[dict[str, Any]]:
         given = {name: self.values[name] for name in STAGES if self.values.get(name) is not None}
-        if given or pp == 1:
+        layers, said = int(self.values.get("num_layers") or 1), self.values.get("pipeline_partition")
+        listed = ParallelConfig(pipeline_model_parallel_size=pp, pipeline_partition=said)
+        if given or pp == 1 or virtual_stages(listed, layers) > 1:
             yield given
             return
         yield {"pipeline_schedule": "1f1b"}
         yield {"pipeline_schedule": "zb-h1"}
-        layers = int(self.values.get("num_layers") or 1)
         for virtual in range(2, min(layers // pp, MOST_STAGES_PER_RANK) + 1):
             yield {"num_virtual_stages_per_pipeline_rank": virtual}
 

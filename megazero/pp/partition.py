@@ -1,7 +1,8 @@
 """Which layers each pipeline stage holds. Pure; no torch.
 
 A model is the embedding, ``num_layers`` equal layers and the head (final norm, output projection, loss), cut into
-``pp * virtual`` stages. Placement is looped (Narayanan et al. 2021, section 2.2): stage i lies on rank i % pp.
+``pp * virtual`` stages. The first and the last of several may have no layers. Placement is looped (Narayanan et al.
+2021, section 2.2): stage i lies on rank i % pp.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ METHODS = ("balanced", UNIFORM, BY_TYPE)
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One virtual stage. ``layers`` are global layer numbers, and there is at least one."""
+    """One virtual stage. ``layers`` are global layer numbers."""
 
     index: int
     rank: int
@@ -80,12 +81,17 @@ def _spread(num_layers: int, stages: int, costs: Costs, first: int | None, last:
     Layers cost the same, so costs depend on the counts only, and it is optimal to give each layer to the stage that
     costs the least with it (convex separable resource allocation)."""
     fixed = {0: first, stages - 1: last}
-    counts = [fixed.get(i) or 1 for i in range(stages)]
+    counts = [fixed.get(i) or max(low, int(num_layers >= stages)) for i, low in enumerate(_least(stages))]
     extra = [costs.embedding * (i == 0) + costs.head * (i == stages - 1) for i in range(stages)]
     free = [i for i in reversed(range(stages)) if fixed.get(i) is None]  # min() takes the later stage
     for _ in range(num_layers - sum(counts)):
         counts[min(free, key=lambda i: costs.layer * (counts[i] + 1) + extra[i])] += 1
     return counts
+
+
+def _least(stages: int) -> list[int]:
+    """Return the layers that each stage needs: 1 between the first and the last, which hold more than layers."""
+    return [int(0 < i < stages - 1) for i in range(stages)]
 
 
 def partition_problems(
@@ -103,14 +109,15 @@ def partition_problems(
         return [
             f"partition method {method!r} is not one of {', '.join(METHODS)} or layers per stage; nearest: balanced"
         ]
-    stages = pp * virtual
-    if num_layers < stages:
-        nearest = f"{num_layers} ranks" if virtual == 1 else f"{max(1, num_layers // pp)} stages per rank"
-        if virtual > 1 and num_layers < pp:
-            nearest = f"{num_layers} ranks of 1 stage"
+    stages, ends = pp * virtual, 2 if first is last is None else 0  # stages that need no layer
+    if num_layers < max(stages - ends, 1):
+        most = num_layers + ends
+        nearest = f"{most} ranks" if virtual == 1 else f"{max(1, most // pp)} stages per rank"
+        if virtual > 1 and most < pp:
+            nearest = f"{most} ranks of 1 stage"
         return [
-            f"{num_layers} layers cannot fill {stages} stages ({pp} ranks x {virtual} each), each at least one; "
-            f"nearest: {nearest}, or {stages} layers"
+            f"{num_layers} layers cannot fill {stages} stages ({pp} ranks x {virtual} each), each at least one"
+            f"{' but the first and last' * bool(ends)}; nearest: {nearest}, or {stages - ends} layers"
         ]
     if isinstance(method, tuple):
         return _tuple_problems(num_layers, stages, method, first, last)
@@ -128,8 +135,8 @@ def _tuple_problems(
     faults = []
     if len(layers) != stages:
         faults.append(f"{len(layers)} numbers for {stages} stages")
-    if layers and min(layers) < 1:
-        faults.append("a stage holds at least one layer")
+    if any(count < low for count, low in zip(layers, _least(len(layers)), strict=True)):
+        faults.append("a stage between the first and the last holds at least one layer")
     if sum(layers) != num_layers:
         faults.append(f"their sum is {sum(layers)}, the model has {num_layers} layers")
     if faults:
@@ -142,9 +149,10 @@ def nearest_layers(num_layers: int, stages: int, wanted: Sequence[int]) -> tuple
     """Return legal layers per stage near ``wanted``: the largest lose the surplus, the smallest gain the deficit."""
     if len(wanted) != stages:
         return tuple(_spread(num_layers, stages, Costs(), None, None))
-    layers = [min(max(1, count), num_layers) for count in wanted]
+    least = _least(stages)
+    layers = [min(max(low, count), num_layers) for low, count in zip(least, wanted, strict=True)]
     while sum(layers) > num_layers:
-        layers[layers.index(max(layers))] -= 1
+        layers[max(range(stages), key=lambda i: (layers[i] > least[i], layers[i]))] -= 1
     while sum(layers) < num_layers:
         layers[max(i for i in range(stages) if layers[i] == min(layers))] += 1
     return tuple(layers)
@@ -180,10 +188,9 @@ def partition_table(stages: Sequence[StageSpec], costs: Costs) -> str:
     lines = ["stage  rank  layers        holds                       cost in layers  of the largest"]
     for stage in stages:
         count = len(stage.layers)
-        holds = (
-            ["embedding"] * stage.embedding + [f"{count} layer{'s' * (count > 1)}"] + ["head"] * stage.head
-        )
-        cost, numbers = costs.of(stage), f"{stage.layers[0]} to {stage.layers[-1]}"
+        layers = [f"{count} layer{'s' * (count > 1)}"] * bool(count)
+        holds = ["embedding"] * stage.embedding + layers + ["head"] * stage.head
+        cost, numbers = costs.of(stage), f"{stage.layers[0]} to {stage.layers[-1]}" if count else "none"
         lines.append(
             f"{stage.index:5}  {stage.rank:4}  {numbers:12}  {', '.join(holds):26}  {cost / costs.layer:14.2f}  "
             f"{cost / largest:14.0%}"

@@ -34,7 +34,7 @@ Exit status 0: the losses are printed; 2: a flag, the checkpoint or the data is 
 """
 SECTIONS = ("model", "parallel", "precision", "data")
 OPTIONS = (
-    *("micro_batch_size", "global_batch_size"),
+    *("micro_batch_size", "global_batch_size", "step_batch_size_schedule", "eval_global_batch_size"),
     *("zero_preset", "zero_stage", "zero_shard", "zero_hpz_partition_size", "zero_params_lifetime"),
     *("zero_prefetch_bytes", "zero_chunk_numel", "zero_unit_layers"),
     *("eval_iters", "seed", "device", "attention_backend", "compile", "compile_backend"),

@@ -9,7 +9,6 @@ import torch
 
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World, begun
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.data.source import SampleSource
 from megazero.log.metrics import perplexity
 from megazero.mesh.launch import Launch
@@ -80,8 +79,8 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
     mesh = make_mesh(config, world, device, timeout)
     origin = find_origin(config, mesh)
     state = origin.saved.state if origin.saved else {}
-    sizes = BatchSizeRampup.of(config, mesh.batch_ranks)
-    sources = evaluation_sets(config, tokenizer, sizes.target, state.get("ordered_for", {}))
+    batch = config.batch.evaluated_per_step(mesh.batch_ranks)
+    sources = evaluation_sets(config, tokenizer, batch, state.get("ordered_for", {}))
     decoder = build_decoder(config, mesh, Traffic(mesh.links))
     engine = shard_decoder(decoder, config, mesh)
     pipeline = build_pipeline(decoder, engine, config, mesh)
@@ -90,17 +89,17 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
     feeding = Feeding(mesh, config.batch.micro_batch_size, pipeline.loss_rank, config.data.eod_mask_loss)
     lines = [f"weights of {origin.saved.path if origin.saved else config.checkpoint.load}"]
     for split, source in sources.items():
-        steps = int(min(config.training.eval_iters * sizes.target, source.samples)) // sizes.target
+        steps = int(min(config.training.eval_iters * batch, source.samples)) // batch
         loss = mean_loss(
             engine,
             pipeline,
             feeding,
             source,
             steps=steps,
-            micro_batches=sizes.target // sizes.quantum,
+            micro_batches=batch // (config.batch.micro_batch_size * mesh.batch_ranks),
             interrupted=lambda: False,
         )
         assert loss is not None  # nobody interrupts
-        tokens = steps * sizes.target * config.model.seq_length
+        tokens = steps * batch * config.model.seq_length
         lines.append(f"{split} | loss {loss:.6f} | perplexity {perplexity(loss):.4g} | {tokens:,} tokens")
     return lines

@@ -48,7 +48,7 @@ from megazero.pp.schedules import SCHEDULES
 from megazero.products import make_product
 from megazero.tp import DeferredGradients, TensorParallel
 from megazero.train.expert_balance import ExpertBalance, balance_losses
-from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
+from megazero.train.schedule.learning_rate import DECOUPLED, FACTOR, UNDECAYED
 from megazero.zero.optimizer import OptimizerFactory
 
 
@@ -163,8 +163,10 @@ def traits_of(p: ParameterSpec, config: RunConfig) -> zero.Traits:
     tp, sequence_parallel = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
     undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
     options = undecayed if len(p.shape) == 1 else ()
-    if p.vocabulary and config.optimizer.decoupled_lr is not None:
-        options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
+    if own := own_rates(p, config):
+        decoupled = p.vocabulary and config.optimizer.decoupled_lr is not None
+        mark = (DECOUPLED, True) if decoupled else (FACTOR, own["lr"] / config.optimizer.lr)
+        options = (mark, *own.items(), *options)
     matrix, copies = is_matrix(p, config), p.copies(tp)
     return zero.Traits(
         options,
@@ -175,6 +177,21 @@ def traits_of(p: ParameterSpec, config: RunConfig) -> zero.Traits:
         split=p.cut if matrix else None,
         rounded=p.experts > 0,
     )
+
+
+def own_rates(p: ParameterSpec, config: RunConfig) -> dict[str, float]:
+    """Return the learning rate and the epsilon of a parameter where they are not those of --lr and --adam-eps: they
+    are --decoupled-lr, or muP's, as Megatron has them (get_mup_config_overrides)."""
+    optimizer, width = config.optimizer, config.model.mup_width
+    if p.vocabulary and optimizer.decoupled_lr is not None:
+        return {"lr": optimizer.decoupled_lr}
+    hidden = p.multiplies and not p.vocabulary
+    if optimizer.optimizer == "sgd":
+        factor = 1.0 if hidden else width
+    else:
+        factor = 1 / width if hidden and not is_matrix(p, config) else 1.0
+    eps = {"eps": optimizer.adam_eps * factor} if optimizer.optimizer == "adamw" else {}
+    return {} if factor == 1 else {"lr": optimizer.lr * factor, **eps}
 
 
 def is_matrix(p: ParameterSpec, config: RunConfig) -> bool:

@@ -34,7 +34,7 @@ from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
-from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate
+from megazero.train.schedule.learning_rate import DECOUPLED, FACTOR, UNDECAYED, LearningRate
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.progress import Progress, leave_out, next_to_leave_out, without_effect
@@ -123,7 +123,7 @@ class Trainer:
             self.feeding,
             source,
             steps=self.config.training.eval_iters,
-            micro_batches=sizes.target // sizes.quantum,
+            micro_batches=self.config.batch.evaluated_per_step(sizes.data_parallel) // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
             replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
             advance=partial(self._evaluating, name or "validation"),
@@ -308,7 +308,8 @@ class Trainer:
         position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
         rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.param_groups:
-            group["lr"] = rates[group.get(DECOUPLED, False)]
+            rate = self.learning_rates[group.get(DECOUPLED, False)].times(group.get(FACTOR, 1.0))
+            group["lr"] = rate(position)
             group["weight_decay"] = 0.0 if group.get(UNDECAYED) else self.config.optimizer.weight_decay
         decoupled = (
             {} if self.config.optimizer.decoupled_lr is None else {"decoupled_learning_rate": rates[True]}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megazero.config import RunConfig, World
 from megazero.config.layout.wire import Wire
 from megazero.config.model.spec import model_spec
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.models.dtypes import DTYPES
 from megazero.plan import communication
 from megazero.plan.communication import Activation, Bytes, ExpertRows, UnitShape, expert_rows
@@ -71,7 +71,7 @@ class ExpectedBytes:
         just before this step. Under the delta refresh a save brings every copy up to date. rows: those that it
         exchanged with the ranks that share the experts.
         """
-        config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.batch_ranks)
+        config, sizes = self.config, BatchSizes.of(self.config, self.grid.batch_ranks)
         count = sizes.micro_batches(sizes.consumed_after(step))
         moving = [self.grid.outer > 1 and each(config.outer, step) for each in (leaving, arriving)]
         found = self._cached(rank, count, *moving)

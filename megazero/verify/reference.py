@@ -15,7 +15,7 @@ import torch
 
 from megazero.config import RunConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.models import Decoder
 from megazero.models.experts import MixtureOfExperts
 from megazero.moe import Decision, Router
@@ -23,7 +23,7 @@ from megazero.moe.balance import move_bias
 from megazero.products import make_product
 from megazero.tp import TensorParallel
 from megazero.train.expert_balance import balance_losses
-from megazero.train.parallelize import MicroBatch, is_matrix, optimizer_factory
+from megazero.train.parallelize import MicroBatch, is_matrix, optimizer_factory, own_rates
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
 from megazero.zero.by_matrix import MATRIX
 
@@ -72,7 +72,7 @@ class Reference:
         for module in self.decoder.modules():
             if isinstance(module, MixtureOfExperts):
                 module.register_forward_pre_hook(self._judge)
-        sizes = BatchSizeRampup.of(config, data_parallel)
+        sizes = BatchSizes.of(config, data_parallel)
         self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]
 
     def train(self, steps: int) -> Iterator[float]:
@@ -100,12 +100,11 @@ class Reference:
     def _groups(self, named: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Return a group for each parameter, with the options that are its own."""
         plain, specs = self.decoder.no_weight_decay(), self.decoder.specs
-        rate = self.config.optimizer.decoupled_lr
         return [
             {"params": [p]}
             | ({MATRIX: True} if is_matrix(specs[name], self.config) else {})
             | ({"weight_decay": 0.0} if name in plain else {})
-            | ({"lr": rate} if rate is not None and specs[name].vocabulary else {})
+            | own_rates(specs[name], self.config)
             for name, p in named.items()
         ]
 

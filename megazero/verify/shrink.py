@@ -152,7 +152,10 @@ def _contexts(heads: int, keys: int) -> dict[str, Any]:
 
 def stage_layers(config: RunConfig, pp: int) -> list[int]:
     """Return how many layers each stage has in a pipeline of ``pp`` ranks. Of uneven stages the first has more."""
-    counts, wanted = {len(stage.layers) for stage in _stages(config)}, pp * config.virtual_stages
+    have, wanted = [len(stage.layers) for stage in _stages(config)], pp * config.virtual_stages
+    counts = set(have)
+    if 0 in counts and wanted > 2:
+        return [min(1, have[0]), *[1] * (wanted - 2), min(1, have[-1])]
     if len(counts) > 1:
         return [2, *[1] * (wanted - 1)]
     return [1 if counts == {1} or wanted > 4 else 2] * wanted
@@ -278,7 +281,7 @@ def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]
         number = 2 * group if have >= 2 * config.micro_batch_multiple else group
     quantum = micro * d * group
     values: dict[str, Any] = {"global_batch_size": micro * d * number}
-    if batch.rampup_batch_size is not None:
+    if batch.resized_by:
         values["global_batch_size"] = max(2 * quantum, micro * d * number)
         # two sizes, the second from the middle of the run on
         increment = values["global_batch_size"] - quantum
@@ -292,6 +295,9 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
         out["zero_shard"] = layout.shards
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
+    if zero.num_distributed_optimizer_instances > 1:
+        ranks = layout.world.world_size // (layout.tp * layout.pp * layout.replicas)
+        out["num_distributed_optimizer_instances"] = ranks // layout.shards[2]
     matrices = max(kind.matrices for kind in model_spec(config.model).layers)
     if matrices // config.parallel.tensor_model_parallel_size > zero.zero_chunk_numel:
         out["zero_chunk_numel"] = values["hidden_size"] ** 2  # several chunks

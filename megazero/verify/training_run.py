@@ -13,7 +13,7 @@ from megazero import zero
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.layout.outer import outer_coding
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
@@ -146,7 +146,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     origin = find_origin(stored, mesh)
     checkpointing.load(origin)
     assert origin.progress.iteration == run.start, (origin.progress, run)
-    sizes, scaling = BatchSizeRampup.of(config, mesh.batch_ranks), LossScaling.of(config.precision)
+    sizes, scaling = BatchSizes.of(config, mesh.batch_ranks), LossScaling.of(config.precision)
     consumed = sizes.consumed_after(run.start)
     last = pipeline.loss_rank == pipeline.rank
     place = mesh.rank % max(mesh.tp.size, mesh.grid.ep)

@@ -7,12 +7,13 @@ With --train-tokens, Megatron-DeepSpeed ends after the first iteration that reac
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from megazero.config.options.fields import show, typed
 from megazero.config.read.completion import Completed, Known, Values, set_since
 from megazero.config.run import all_options
-from megazero.config.schedule.batch_sizes import BatchSizeRampup, ramp_fault
+from megazero.config.schedule.batch_sizes import BatchSizes, batch_steps, scheduled_steps
 
 # Decided with the architecture, which a checkpoint may say.
 WITH_MODEL = UNFUSED_GELU, EXPERT_TENSORS = ("no_bias_gelu_fusion", "expert_tensor_parallel_size")
@@ -29,7 +30,7 @@ DERIVED = (
 # The options that they are made of, or replace.
 MADE_OF = (
     *("hidden_size", "ffn_hidden_size", "sliding_window", "seq_length", "global_batch_size"),
-    *("rampup_batch_size", "lr_warmup_fraction"),
+    *("rampup_batch_size", "step_batch_size_schedule", "lr_warmup_fraction"),
     *(
         f"{name}_{u}"
         for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
@@ -41,6 +42,7 @@ MADE_OF = (
 def complete_derived(said: Values, known: Known) -> Completed:
     """Replace the derived values by options."""
     values, notes, errors = dict(said), list[str](), list[str]()
+    errors += _last_batch(values)
     derived = {name: values.pop(name, None) for name in DERIVED if name not in WITH_MODEL}
     if derived.pop("glu_activation") and not values.get("ffn_hidden_size") and values.get("hidden_size"):
         values["ffn_hidden_size"] = 4 * values["hidden_size"]
@@ -92,18 +94,33 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
         yield "--train-tokens needs --global-batch-size: the run ends with the batch that reaches them"
     if "lr_warmup_tokens" in tokens and "lr_decay_tokens" not in tokens:
         yield "--lr-warmup-tokens needs --lr-decay-tokens; or use --lr-warmup-samples"
-    if values.get("train_iters") and (values.get("rampup_batch_size") or not values.get("global_batch_size")):
+    changes = values.get("rampup_batch_size") or values.get("step_batch_size_schedule")
+    if values.get("train_iters") and (changes or not values.get("global_batch_size")):
         yield (
-            "lengths in tokens with --train-iters need one --global-batch-size, without --rampup-batch-size; use "
-            "--train-samples"
+            "lengths in tokens with --train-iters need one --global-batch-size, without --rampup-batch-size and "
+            "--step-batch-size-schedule; use --train-samples"
         )
 
 
-def _sizes(values: dict[str, Any], batch: int) -> BatchSizeRampup:
-    """Return the batches up to ``batch``. A ramp-up that is not legal, which is reported elsewhere, is none."""
-    ramp: tuple[int, ...] = tuple(values.get("rampup_batch_size") or ())
-    start, increment, samples = ramp if ramp and not ramp_fault(ramp, batch) else (batch, 0, 0)
-    return BatchSizeRampup(start, increment, samples, batch, 1, 1)
+def _last_batch(values: dict[str, Any]) -> Iterator[str]:
+    """Set the global batch to the last of a schedule."""
+    last, given = None, values.get("global_batch_size")
+    with suppress(ValueError):  # reported elsewhere
+        last = scheduled_steps(values.get("step_batch_size_schedule", ()), 1)[-1][1]
+        values["global_batch_size"] = last
+    if last and given not in (None, last):
+        yield (
+            f"--global-batch-size {given} is not the last of --step-batch-size-schedule, which is {last}; leave one "
+            "of them out"
+        )
+
+
+def _sizes(values: dict[str, Any], batch: int) -> BatchSizes:
+    """Return the batches up to ``batch``. Steps that are not legal, which is reported elsewhere, are none."""
+    schedule, ramp = values.get("step_batch_size_schedule"), values.get("rampup_batch_size")
+    with suppress(ValueError):
+        return BatchSizes(batch_steps(schedule, ramp, batch, values["seq_length"]), 1, 1)
+    return BatchSizes(((0, batch),), 1, 1)
 
 
 def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:

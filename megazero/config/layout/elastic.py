@@ -16,7 +16,7 @@ from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
 from megazero.config.options.fields import typed
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.config.validate import Verdict, batch_multiples, judge, uneven_ranks
 from megazero.mesh.grid import nearest_shards, whole_parts
 
@@ -30,14 +30,14 @@ def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, 
     """
     verdict, elastic = judge(config, world), config.batch.elastic
     errors = verdict.errors
-    ramped = elastic and config.batch.rampup_batch_size
+    resized = elastic and config.batch.resized_by
     known = config.batch.global_batch_size is not None  # by now, unless the ranks do not divide
-    if not known or not (errors or ramped) or judge(config, None).errors or uneven_ranks(config, world):
+    if not known or not (errors or resized) or judge(config, None).errors or uneven_ranks(config, world):
         return config, verdict  # no micro-batch would mend the last two
     multiples = list(batch_multiples(config, world))
     if not elastic and not multiples:
         return config, verdict
-    sizes = BatchSizeRampup.of(config, 1).sizes_from(consumed)  # the one in use first, the full one last
+    sizes = BatchSizes.of(config, 1).sizes_from(consumed)  # the one in use first, the full one last
     found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
     if found is None:
@@ -94,6 +94,8 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
     if zero.zero_shard:
         p, g, os = zero.zero_shard
         yield replace(zero, zero_shard=nearest_shards((p, g, os), d, near))
+    elif (instances := zero.num_distributed_optimizer_instances) > 1:
+        yield replace(zero, num_distributed_optimizer_instances=gcd(instances, d))
     elif zero.zero_preset in PARTITIONED and (wanted := zero.zero_hpz_partition_size) and near[-1] > 1:
         legal = whole_parts(near[-1], near)
         yield replace(zero, zero_hpz_partition_size=min(legal, key=lambda k: (abs(k - wanted), k)))
@@ -111,6 +113,6 @@ def _with_micro_batch(config: RunConfig, world: World, sizes: Sequence[int]) -> 
     micro = config.batch.micro_batch_size
     least = micro if _keeps_micro_batch(config) else 1
     groups = config.data_parallel_size(world) * config.micro_batch_multiple
-    whole = gcd(*sizes)
+    whole = gcd(*sizes, config.batch.eval_global_batch_size or 0)
     legal = [size for size in range(least, micro + 1) if whole % (size * groups) == 0]
     return replace(config, batch=replace(config.batch, micro_batch_size=legal[-1])) if legal else None

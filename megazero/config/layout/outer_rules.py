@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megazero.config.layout.outer import last_arrival
 from megazero.config.run import RunConfig
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 
 
 def late(config: RunConfig) -> Iterator[str]:
@@ -37,7 +37,7 @@ def _last_meeting(config: RunConfig) -> list[str]:
     steps, said = training.train_iters, f"--train-iters {training.train_iters}"
     length: Callable[[int], int] = int
     if outer.outer_interval and training.train_samples is not None and config.batch.global_batch_size:
-        sizes = BatchSizeRampup.of(config, 1)
+        sizes = BatchSizes.of(config, 1)
         steps, length = sizes.iterations_within(training.train_samples), sizes.consumed_after
         said = f"--train-samples {training.train_samples}, {steps} steps"
     if not outer.outer_interval or not steps:

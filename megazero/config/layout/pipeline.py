@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import model_spec
 from megazero.config.options.sections import ParallelConfig
@@ -18,7 +20,10 @@ def virtual_stages(parallel: ParallelConfig, num_layers: int) -> int:
         return 1
     if layers and layers > 0:
         return max(1, num_layers // (pp * layers))
-    return max(1, parallel.num_virtual_stages_per_pipeline_rank or 1)
+    said = parallel.num_virtual_stages_per_pipeline_rank
+    if said is None and not isinstance(method := partition_method(parallel, pp), str):
+        return max(1, len(method) // pp)
+    return max(1, said or 1)
 
 
 def schedule_name(parallel: ParallelConfig, virtual: int) -> str:
@@ -33,7 +38,19 @@ def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, 
     pieces = said.replace(",", " ").split()
     if pieces and all(piece.isascii() and piece.isdigit() for piece in pieces):
         return tuple(map(int, pieces))
-    return said
+    return layout_layers(said) or said
+
+
+def layout_layers(layout: str) -> tuple[int, ...]:
+    """Return the layers per stage of a layout in Megatron's letters, or () if it is none.
+
+    E is the embedding, t a layer, L the head with the loss; | ends a stage, *N repeats the letter or the brackets
+    before it, and commas mean nothing (Megatron's PipelineParallelLayerLayout).
+    """
+    plain = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
+    return tuple(stage.count("t") for stage in plain.split("|")) if re.fullmatch("E[t|]*L", plain) else ()
 
 
 def stage_costs(model: ModelConfig, recompute: str) -> Costs:

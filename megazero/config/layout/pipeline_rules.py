@@ -57,7 +57,8 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     method = partition_method(parallel, pp * stages)
     if isinstance(method, str) and method not in METHODS:
         yield (
-            f"--pipeline-partition {method} is not one of {', '.join(METHODS)} or layers per stage such as 5,6,6,5"
+            f"--pipeline-partition {method} is not one of {', '.join(METHODS)} or layers per stage such as 5,6,6,5 "
+            "or Et*5|(t*6|)*2t*5L, without m, which is not built"
             f"{did_you_mean(method, METHODS) or '; nearest: balanced'}"
         )
         return

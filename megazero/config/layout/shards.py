@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from megazero.config.nearest import around, common_divisors
 from megazero.mesh.grid import copy_lifetime, shard_problem
 
 
@@ -50,6 +51,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 STAGE_PRESETS = {preset.stage: name for name, preset in PRESETS.items() if preset.stage is not None}
 IN_NODE = tuple(name for name, preset in PRESETS.items() if preset.p == "h")  # P is ranks of one node
+OVER_ALL = tuple(name for name, preset in PRESETS.items() if preset.os == "d")  # OS is all ranks
 PARTITIONED = tuple(name for name, preset in PRESETS.items() if preset.partitioned)
 QUANTISED = tuple(name for name, preset in PRESETS.items() if preset.quantised)
 DEFAULT_PRESET = "zero1"  # the fewest bytes of the exact presets, and less memory than ddp
@@ -87,12 +89,14 @@ def resolve_shards(
     partition: int | None = None,
     delta: bool = False,
     gradients: str | None = None,
+    instances: int = 1,
 ) -> Shards:
     """Return the factors and lifetime of a preset's name or of an explicit (P, G, OS).
 
     ``near``: how many of the d ranks share each level below the whole, first h, those of a node. ``partition`` is
     the P of hpz and zeropp where it is not h; zeropp's G is not less. With ``delta``, differences of weights are
-    sent where they cross nodes.
+    sent where they cross nodes. ``instances`` is by how many a preset's d is divided
+    (--num-distributed-optimizer-instances).
 
     Where P = OS the lifetime is always 'use', whatever is asked, since the P copy is the optimizer's own slice.
     Elsewhere None takes the default. The default is 'resident' for P = 1, where the full parameters exist anyway,
@@ -100,7 +104,16 @@ def resolve_shards(
     with full parameters kept through the step. ``gradients`` is how long whole gradients live, None for a
     'micro-batch'. Raises ValueError, which names the nearest legal choice.
     """
-    p, g, os = _preset_factors(policy, d, near, partition) if isinstance(policy, str) else _triple(policy)
+    if d % instances:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {instances} does not divide {d} data-parallel ranks; nearest: "
+            f"{around(common_divisors(d), instances)}"
+        )
+    p, g, os = (
+        _preset_factors(policy, d // instances, near, partition)
+        if isinstance(policy, str)
+        else _triple(policy)
+    )
     if problem := shard_problem((p, g, os), d, near):
         raise ValueError(problem)
     if lifetime is not None and lifetime not in LIFETIMES:

@@ -95,7 +95,7 @@ def is_plain(zero: ZeroConfig) -> bool:
 def few_bits(zero: ZeroConfig) -> bool:
     """Tell whether quantised gradients have so few bits on some hop that they are transformed by default."""
     bits = (*(zero.zero_gradient_bits or (GRADIENT_BITS,)), zero.zero_gradient_bits_intra_node)
-    return min(each for each in bits if each) <= MOST_TRANSFORMED_BITS
+    return any(each and each <= MOST_TRANSFORMED_BITS for each in bits)
 
 
 def asked_for(zero: ZeroConfig, links: Sequence[str] = links_of()) -> Wire:

@@ -22,6 +22,12 @@ _FREE = (
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    *(
+        "use_mup",
+        "mup_base_hidden_size",
+        "mup_base_head_dim",
+        "mup_attn_scale_power",
+    ),  # told by what they scale
     "make_vocab_size_divisible_by",
     "pad_vocab_size_to",
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, replace
 
-from megazero.config.options.fields import option
+from megazero.config.options.fields import UPDATE, option
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import MOST_LAYERS
 
@@ -27,6 +27,37 @@ class Backbone:
     )
     # Small matrices are well-conditioned in fp32 with that.
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0, small=0.03)
+    use_mup: bool = option(
+        False,
+        "muP: what is tuned at --mup-base-hidden-size holds at --hidden-size. With m their ratio, matrices of layers "
+        "begin with 1 / sqrt(m) of the deviation and learn with 1 / m of --lr and --adam-eps (sgd: all else with m "
+        "times --lr), logits are divided by m, and scores of attention by the width of a head",
+        resume=UPDATE,
+    )
+    mup_base_hidden_size: int | None = option(
+        None,
+        "width at which rates were tuned (default: --hidden-size)",
+        low=1,
+        needs="use_mup",
+        small=16,
+        resume=UPDATE,
+    )
+    mup_base_head_dim: float | None = option(
+        None, "width of a head there: its root multiplies the scores (default: 1)", above=0, needs="use_mup"
+    )
+    mup_attn_scale_power: float = option(
+        1.0, "power of a head's width that divides the scores; 0.5: as without muP", low=0, needs="use_mup"
+    )
+
+    @property
+    def mup_width(self) -> float:
+        """Return by how much the model is wider than the one that its rates were tuned for."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+
+    @property
+    def matrix_std(self) -> float:
+        """Return the standard deviation of a layer's initial matrices, but for those that write to the stream."""
+        return self.init_method_std / math.sqrt(self.mup_width)
 
 
 @dataclass(frozen=True)
@@ -136,7 +167,7 @@ def column(
     """Yield a linear whose rows tensor-parallel ranks share, or with ``cut`` None each holds. columns: its input's
     width, by default the stream's."""
     shape = (rows, columns or c.hidden_size)
-    yield ParameterSpec(f"{name}.weight", shape, cut, heads, std=c.init_method_std, multiplies=True)
+    yield ParameterSpec(f"{name}.weight", shape, cut, heads, std=c.matrix_std, multiplies=True)
     if bias:
         yield ParameterSpec(f"{name}.bias", (rows,), cut, heads)
 
@@ -147,7 +178,7 @@ def row(c: Backbone, name: str, columns: int, bias: bool) -> Iterator[ParameterS
     It writes to the residual stream, so its std is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3;
     Megatron's default).
     """
-    std = c.init_method_std / math.sqrt(2 * c.num_layers)
+    std = c.matrix_std / math.sqrt(2 * c.num_layers)
     yield ParameterSpec(f"{name}.weight", (c.hidden_size, columns), 1, std=std, multiplies=True)
     if bias:
         yield ParameterSpec(f"{name}.bias", (c.hidden_size,))

@@ -310,11 +310,28 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
         derived |= mixer.derived(done)
     if {**derived, **done}.get("rotary_scaling") == "yarn":
         derived |= {"rotary_scaling_factor": 1.0, "rotary_original_max_position": 4096}
+    if done.get("use_mup"):
+        derived |= _of_mup({**derived, **done})
     if hidden:
         derived["ffn_hidden_size"] = (
             family.swiglu_width(hidden) if family and done.get("swiglu") else 4 * hidden
         )
     return {**derived, **done}
+
+
+def _of_mup(done: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what muP divides logits by, and multiplies scores by (Megatron's TransformerConfig)."""
+    hidden, width, power = (
+        done.get("hidden_size"),
+        done.get("kv_channels"),
+        done.get("mup_attn_scale_power", 1.0),
+    )
+    scales = {}
+    if hidden:
+        scales["logits_scaling"] = hidden / (done.get("mup_base_hidden_size") or hidden)
+    if width:
+        scales["softmax_scale"] = done.get("mup_base_head_dim", 1.0) ** 0.5 / width**power
+    return scales
 
 
 def has_gelu(done: Mapping[str, Any]) -> bool:

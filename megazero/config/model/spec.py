@@ -329,9 +329,9 @@ def _experts(c: ModelConfig) -> Block:
     stacked = [
         replace(p, shape=(count, *p.shape), cut=None, experts=count, of_token=topk) for p in each.parameters
     ]
-    router = ParameterSpec("mlp.router.weight", (count, h), std=c.init_method_std, multiplies=True)
+    router = ParameterSpec("mlp.router.weight", (count, h), std=c.matrix_std, multiplies=True)
     beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block((), 0, 0)
-    gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.init_method_std, multiplies=True)
+    gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.matrix_std, multiplies=True)
     gated = (gate,) if shared and c.moe_shared_expert_gate else ()
     # Rows are laid out by expert, and by token and added: 5 h elements of each in a forward, 8 h in a backward, which
     # counts as two forwards. Its activation is multiplied by its probability, 2 w and 12 w; the one before is kept,

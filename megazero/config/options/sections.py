@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
+from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, OVER_ALL, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.model.section import EXPERTS
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
@@ -91,7 +91,10 @@ class ParallelConfig:
         None, "layers of each stage, where a rank has several (interleaved schedule)", low=1, small=SHORT
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "stages of each rank (interleaved schedule), of equal sizes or not (default: 1)", low=1
+        None,
+        "stages of each rank (interleaved schedule), of equal sizes or not (default: as --pipeline-partition lists, "
+        "else 1)",
+        low=1,
     )
     pipeline_schedule: str | None = option(
         None,
@@ -102,8 +105,9 @@ class ParallelConfig:
     pipeline_partition: str | None = option(
         None,
         "layers per stage: balanced (by compute, embedding and head included), uniform, type:transformer|embedding "
-        "(embedding and head count as a layer each), or a list such as 5,6,6,5 (default: balanced)",
-        aliases=("pp-partition-method",),
+        "(embedding and head count as a layer each), or a list such as 5,6,6,5, or in Megatron's letters "
+        "Et*5|(t*6|)*2t*5L (default: balanced)",
+        aliases=("pp-partition-method", "pipeline-model-parallel-layout"),
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first stage; the others share the rest", low=1, small=SHORT
@@ -163,6 +167,13 @@ class ZeroConfig:
         "ranks that share hpz's or zeropp's copy of the parameters (default: those of a node). It may be the "
         "ranks of a rack, or of a site, by --level-sizes",
         low=1,
+    )
+    num_distributed_optimizer_instances: int = option(
+        1,
+        "N: a preset's d becomes d / N, as in N replicas of the sharded states: with zero1 P,G,OS = 1,1,d/N, with "
+        "zero3 d/N three times",
+        low=1,
+        needs=f"zero_preset = {'|'.join(OVER_ALL)}",
     )
     zero_params_lifetime: str | None = option(
         None,
@@ -377,7 +388,32 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
+    step_batch_size_schedule: tuple[str, ...] = option(
+        (),
+        "TOKENS:SAMPLES ...: the global batch from so many consumed tokens on, such as 0:384 200B:768 400B:1152. The "
+        "last one is --global-batch-size",
+        small=SHORT,
+    )
     elastic: bool = option(False, "keep the global batch on other numbers of ranks, by a smaller micro-batch")
+
+    eval_global_batch_size: int | None = option(
+        None,
+        "samples of an evaluation's step (default: --global-batch-size)",
+        low=1,
+        needs=EVALUATES,
+        small=SHORT,
+    )
+
+    @property
+    def resized_by(self) -> str:
+        """Return the flag by which the global batch changes over the run, or ''."""
+        if self.step_batch_size_schedule:
+            return "--step-batch-size-schedule"
+        return "--rampup-batch-size" if self.rampup_batch_size else ""
+
+    def evaluated_per_step(self, data_parallel: int) -> int:
+        """Return the samples of an evaluation's step, of ``data_parallel`` shares."""
+        return self.eval_global_batch_size or self.samples_per_step(data_parallel)
 
     def samples_per_step(self, data_parallel: int) -> int:
         """Return the global batch, after any ramp-up, of ``data_parallel`` shares."""
@@ -499,7 +535,7 @@ class DataConfig:
     NEEDS: ClassVar = {
         name: f"tokenizer_type = {'|'.join(kind for kind, files in TOKENIZERS.items() if name in files)}"
         for name in FILE_OPTIONS
-    }
+    } | {"fim_": "fim_data"}
 
     data_path: tuple[str, ...] = option(
         (), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend", resume=ORDER
@@ -524,6 +560,36 @@ class DataConfig:
         "folder of index caches (default: beside the data)",
         needs="not mock_data: --data-path instead of --mock-data",
     )
+    fim_data: bool = option(
+        False,
+        "fill in the middle: of documents, cut at two places, the middle stands last (Bavarian et al. 2022)",
+        resume=ORDER,
+        strict=True,
+        needs=("not mock_data: --data-path instead of --mock-data", "tokenizer_type"),
+    )
+    fim_rate: float | None = option(
+        None, "probability of a document to be cut (default: 0.5)", low=0, high=1, strict=True, resume=ORDER
+    )
+    fim_spm_rate: float | None = option(
+        None,
+        "probability that the suffix stands first, then the prefix (default: 0.5)",
+        low=0,
+        high=1,
+        strict=True,
+        resume=ORDER,
+    )
+    fim_split_sample: str | None = option(
+        None, "token that ends files of a document: these are cut, if the document would be", resume=ORDER
+    )
+    fim_fragment_rate: float | None = option(
+        None, "probability of such a file to be cut", low=0, high=1, needs="fim_split_sample", resume=ORDER
+    )
+    fim_no_prefix: str | None = option(None, "what begins so is not cut", resume=ORDER)
+    fim_prefix_token: str = option("<fim_prefix>", "token before the prefix", resume=ORDER)
+    fim_middle_token: str = option("<fim_middle>", "token before the middle", resume=ORDER)
+    fim_suffix_token: str = option("<fim_suffix>", "token before the suffix", resume=ORDER)
+    fim_pad_token: str = option("<fim_pad>", "token that fills a sample that became shorter", resume=ORDER)
+    fim_eod_token: str = option("<|endoftext|>", "token that ends documents", resume=ORDER)
     mock_data: bool = option(False, "made-up tokens instead of --data-path", small=True, resume=ORDER)
     tokenizer_type: str | None = option(
         None,

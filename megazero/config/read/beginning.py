@@ -98,7 +98,8 @@ def read_beginning(values: Mapping[str, Any]) -> Beginning:
         chosen = checkpoint_to_load(values)
         if chosen.path is None:
             return Beginning()
-        consumed = stated(chosen.path).get("consumed_samples", 0) if values.get("rampup_batch_size") else 0
+        resized = values.get("rampup_batch_size") or values.get("step_batch_size_schedule")
+        consumed = stated(chosen.path).get("consumed_samples", 0) if resized else 0
         return Beginning(chosen.path, _manifest(chosen.path), chosen.again, consumed)
     except ValueError as error:
         return Beginning(error=f"{error}")

@@ -1,74 +1,121 @@
-"""The global batch size is a pure function of the samples consumed (--rampup-batch-size).
+"""The global batch size is a pure function of the samples consumed: steps (--step-batch-size-schedule, and
+--rampup-batch-size, which is short for equal ones).
 
-Megatron's rule: the size goes from `start` to `target` in steps of `increment`, and the steps are spread evenly over
-the first `ramp_samples` samples. The samples consumed before an iteration decide its batch. Megatron computes the
-step as int(consumed / (ramp_samples / steps)) in floating point; here it is consumed * steps // ramp_samples in
-integers. The two are the same except where a float quotient that should be whole falls just short of it.
+The samples consumed before an iteration decide its batch. Megatron's ramp-up goes from `start` to `target` in steps
+of `increment`, spread evenly over the first samples. It computes the step as int(consumed / (samples / steps)) in
+floating point; here it is consumed * steps // samples in integers. The two are the same except where a float
+quotient that should be whole falls just short of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megazero.config.nearest import around, common_divisors
 from megazero.config.options.fields import show
 from megazero.config.run import RunConfig
 
+Steps = tuple[tuple[int, int], ...]  # (samples consumed, global batch from there on), from 0 consumed samples
+_THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-def ramp_fault(ramp: tuple[int, ...], target: int) -> str:
-    """Return what is wrong with --rampup-batch-size on the way to the global batch ``target``, or ''."""
-    if len(ramp) != 3 or min(ramp) < 1:
-        return (
-            f"--rampup-batch-size {show(ramp)} must be START INCREMENT SAMPLES, three numbers of at least 1"
+
+def batch_steps(
+    schedule: Sequence[str] | None, ramp: Sequence[int] | None, target: int, seq_length: int
+) -> Steps:
+    """Return the steps that the values of --step-batch-size-schedule or --rampup-batch-size mean, or the one of the
+    global batch ``target``.
+
+    Raises ValueError, with the nearest legal choice.
+    """
+    if schedule and ramp:
+        raise ValueError(
+            "--step-batch-size-schedule and --rampup-batch-size exclude each other; leave one out"
         )
-    start, increment, _ = ramp
+    if schedule:
+        return scheduled_steps(schedule, seq_length)
+    return _ramp_steps(ramp, target) if ramp is not None else ((0, target),)
+
+
+def scheduled_steps(words: Sequence[str], seq_length: int) -> Steps:
+    """Return the steps of words such as 200B:768, from 200e9 tokens on 768 samples, in Megatron's order and rounding:
+    thresholds ascend, and are whole samples of ``seq_length`` tokens. Raises ValueError.
+    """
+    flag, steps = "--step-batch-size-schedule", list[tuple[int, int]]()
+    for word in " ".join(words).replace(",", " ").split():
+        try:
+            tokens, size = map(_count, word.split(":"))
+        except (ValueError, OverflowError):
+            raise ValueError(f"{flag} {word} must be TOKENS:SAMPLES, such as 200B:768") from None
+        if size < 1:
+            raise ValueError(
+                f"{flag} {word} must have at least 1 sample; nearest: {word.partition(':')[0]}:1"
+            )
+        steps.append((tokens // seq_length, size))
+    steps.sort(key=lambda step: step[0])
+    if not steps or steps[0][0]:
+        raise ValueError(
+            f"{flag} {' '.join(words)} has no first batch; nearest: add 0:{steps[0][1] if steps else 1}"
+        )
+    for (one, _), (other, _) in pairwise(steps):
+        if one == other:
+            raise ValueError(
+                f"{flag} {' '.join(words)} says two sizes after {one} samples of {seq_length} tokens; leave one out"
+            )
+    return tuple(steps)
+
+
+def _count(text: str) -> int:
+    """Return the number of a word such as 1.5B. Raises ValueError or OverflowError."""
+    scale = _THOUSANDS.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if scale > 1 else text) * scale)
+
+
+def _ramp_steps(ramp: Sequence[int], target: int) -> Steps:
+    if len(ramp) != 3 or min(ramp) < 1:
+        raise ValueError(
+            f"--rampup-batch-size {show(tuple(ramp))} must be START INCREMENT SAMPLES, three numbers of at least 1"
+        )
+    start, increment, samples = ramp
     if start > target:
-        return f"--rampup-batch-size starts at {start}, above --global-batch-size {target}; nearest: {target}"
+        raise ValueError(
+            f"--rampup-batch-size starts at {start}, above --global-batch-size {target}; nearest: {target}"
+        )
     if (target - start) % increment:
-        return (
+        raise ValueError(
             f"--rampup-batch-size from {start} in steps of {increment} does not reach --global-batch-size {target}; "
             f"nearest steps: {around(common_divisors(target - start), increment)}"
         )
-    return ""
+    count = (target - start) // increment
+    return ((0, start), *((-(-i * samples // count), start + i * increment) for i in range(1, count + 1)))
 
 
 @dataclass(frozen=True)
-class BatchSizeRampup:
-    """The global batch, in sequences, over the course of a run. It is the same whatever the layout.
+class BatchSizes:
+    """The global batch, in sequences, over the course of a run. It is the same whatever the layout."""
 
-    start, increment, target: these make the global batch sizes in samples. If start == target, there is no ramp-up.
-    The class trusts its sizes: ``ramp_fault`` says which are legal.
-    """
-
-    start: int
-    increment: int
-    ramp_samples: int
-    target: int
+    steps: Steps
     micro_batch: int
     data_parallel: int
 
     @classmethod
-    def of(cls, config: RunConfig, data_parallel: int) -> BatchSizeRampup:
-        """Return the sizes that a resolved configuration means on ``data_parallel`` ranks."""
+    def of(cls, config: RunConfig, data_parallel: int) -> BatchSizes:
+        """Return the sizes of a configuration on ``data_parallel`` ranks. Raises ValueError: ``batch_steps``."""
         batch, target = config.batch, config.batch.samples_per_step(data_parallel)
-        start, increment, samples = batch.rampup_batch_size or (target, 0, 0)
-        return cls(start, increment, samples, target, batch.micro_batch_size, data_parallel)
+        schedule, ramp = batch.step_batch_size_schedule, batch.rampup_batch_size
+        steps = batch_steps(schedule, ramp, target, config.model.seq_length)
+        return cls(steps, batch.micro_batch_size, data_parallel)
 
     @property
     def quantum(self) -> int:
         """The samples of one micro-batch on every data-parallel rank."""
         return self.micro_batch * self.data_parallel
 
-    @property
-    def _steps(self) -> int:
-        return (self.target - self.start) // self.increment if self.start < self.target else 0
-
     def batch_size(self, consumed: int) -> int:
         """Return the global batch of the iteration that begins after `consumed` samples."""
-        if consumed >= self.ramp_samples or not self._steps:
-            return self.target
-        return self.start + consumed * self._steps // self.ramp_samples * self.increment
+        return self.steps[bisect_right(self.steps, consumed, key=lambda step: step[0]) - 1][1]
 
     def micro_batches(self, consumed: int) -> int:
         """Return the number of micro-batches of that iteration on each data-parallel rank."""
@@ -95,7 +142,7 @@ class BatchSizeRampup:
             fit = max(samples - consumed, 0) // batch
             done = fit if count is None else min(fit, count)
             iterations, consumed = iterations + done, consumed + done * batch
-            if done == fit:
+            if count is None or fit < count:
                 break
         return iterations
 
@@ -104,7 +151,7 @@ class BatchSizeRampup:
         return self.consumed_after(self.iterations_within(samples - 1, begin) + 1, begin)
 
     def sizes_from(self, begin: int) -> list[int]:
-        """Return every size that comes after `begin` consumed samples, in order; the last one is the target."""
+        """Return every size that comes after `begin` consumed samples, in order; the last one stays."""
         return [batch for batch, _ in self._runs(begin)]
 
     def first_uneven(self, unit: int, begin: int) -> tuple[int, int] | None:
@@ -122,10 +169,9 @@ class BatchSizeRampup:
     def _runs(self, begin: int) -> Iterator[tuple[int, int | None]]:
         """Yield (batch, iterations at it) in order from `begin` samples. The last has None, because it has no end."""
         consumed = begin
-        while (batch := self.batch_size(consumed)) < self.target:
-            step = (batch - self.start) // self.increment
-            end = -(-(step + 1) * self.ramp_samples // self._steps)  # first sample count of the next size
-            count = -(-(end - consumed) // batch)
-            consumed += count * batch
-            yield batch, count
-        yield self.target, None
+        for (_, batch), (end, _) in pairwise(self.steps):
+            if consumed < end:
+                count = -(-(end - consumed) // batch)
+                consumed += count * batch
+                yield batch, count
+        yield self.steps[-1][1], None

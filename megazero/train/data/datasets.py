@@ -11,10 +11,11 @@ import numpy as np
 from megazero.config import RunConfig
 from megazero.config.options.data_sources import data_kind
 from megazero.data.blend import BlendedDataset
+from megazero.data.fim import FillInTheMiddle
 from megazero.data.gpt import SampleSpec
 from megazero.data.sampler import replica_shares
 from megazero.data.source import DatasetSource, OpenPart, SampleSource
-from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, load_tokenizer
+from megazero.data.tokenizer import NullTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.log.units import plural
 from megazero.train.schedule.run_length import RunLength
@@ -27,12 +28,15 @@ JUDGED, ALIKE = 65_536, 0.05
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     """Describe the run's tokenizer: without --tokenizer-type a null one of --vocab-size."""
+    return _tokenizer(config).info
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer:
     data = config.data
     if data.tokenizer_type is None:
-        return NullTokenizer(config.model.vocabulary - 1).info
-    return load_tokenizer(
-        data.tokenizer_type, vocab_size=config.model.vocab_size, **tokenizer_options(vars(data))
-    ).info
+        return NullTokenizer(config.model.vocabulary - 1)
+    size = config.model.vocab_size
+    return load_tokenizer(data.tokenizer_type, vocab_size=size, **tokenizer_options(vars(data)))
 
 
 def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
@@ -55,7 +59,7 @@ def make_datasets(
     Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
     Raises ValueError if the data is too short for the run, or of another kind than what was consumed.
     """
-    evaluated = config.training.eval_iters * length.batch_sizes.target
+    evaluated = config.training.eval_iters * config.batch.evaluated_per_step(length.batch_sizes.data_parallel)
     counts = {"train": length.samples, "valid": evaluated, "test": evaluated}
     made: dict[str, SampleSource] = {}
     for split, source in _opened(config, tokenizer, counts, begin.ordered_for):
@@ -79,7 +83,8 @@ def _opened(
     """
     data = config.data
     masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask
-    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks)
+    change = FillInTheMiddle.of(data, _tokenizer(config)) if data.fim_data else None
+    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change)
     parts: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)
     for split, open_part in parts.items():
         if count := counts[split]:
@@ -118,7 +123,7 @@ def evaluation_sets(
         if source.samples < batch:
             raise ValueError(
                 f"the {split} data has {source.samples} samples of {config.model.seq_length} tokens, and a global "
-                f"batch {batch}: lower --global-batch-size, or add data"
+                f"batch {batch}: lower --eval-global-batch-size, or add data"
             )
     return made
 
@@ -126,7 +131,8 @@ def evaluation_sets(
 def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
     """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
     if split != "train":
-        return f"--eval-iters to at most {samples // length.batch_sizes.target}"
+        batch = config.batch.evaluated_per_step(length.batch_sizes.data_parallel)
+        return f"--eval-iters to at most {samples // batch}"
     if config.training.train_samples is not None:
         return f"--train-samples to at most {samples}"
     more = length.batch_sizes.iterations_within(samples, begin.consumed_samples)

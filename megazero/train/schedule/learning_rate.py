@@ -9,13 +9,13 @@ values of the uninterrupted one by construction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.config import RunConfig
 from megazero.config.options.optimizers import FALLING, WSD_FALLING
 
-# Marks of an optimizer's group: its rate is that of --decoupled-lr; it has no weight decay.
-DECOUPLED, UNDECAYED = "decoupled", "undecayed"
+# Marks of an optimizer's group: its rate is that of --decoupled-lr, or a multiple of --lr's; it has no weight decay.
+DECOUPLED, FACTOR, UNDECAYED = "decoupled", "factor", "undecayed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,10 @@ class LearningRate:
             wsd_style=optimizer.lr_wsd_decay_style,
             batch=lengths.batch,
         )
+
+    def times(self, factor: float) -> LearningRate:
+        """Return the rate with another peak and minimum. A warm-up begins where this one's does, as in Megatron."""
+        return replace(self, peak=factor * self.peak, minimum=factor * self.minimum)
 
     def __call__(self, progress: float) -> float:
         """The learning rate of the step that is taken after `progress` iterations or samples."""

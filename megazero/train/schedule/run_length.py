@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.train.state.progress import Progress
 
 # What divides a batch that the ranks can share.
@@ -20,7 +20,7 @@ class RunLength:
     halt: the iteration after which the ramp-up reaches a batch that these ranks cannot share, and why; or None.
     """
 
-    batch_sizes: BatchSizeRampup
+    batch_sizes: BatchSizes
     last_iteration: int
     samples: int
     by_samples: bool
@@ -46,7 +46,7 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
     Raises ValueError if these ranks cannot share the first batch, or if the samples do not fill it. The run stops
     before a later batch that they cannot share, and can go on with other ranks: only the batch in use must divide.
     """
-    training, sizes = config.training, BatchSizeRampup.of(config, data_parallel)
+    training, sizes = config.training, BatchSizes.of(config, data_parallel)
     wanted, done = training.train_samples, begin.iteration
     if wanted is None:
         last = config.lr_lengths.total
@@ -60,9 +60,7 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
     unit = sizes.quantum * config.micro_batch_multiple
     uneven, halt = sizes.first_uneven(unit, begin.consumed_samples), None
     if uneven and done + uneven[0] < last:
-        why = (
-            f"--rampup-batch-size comes to a batch of {uneven[1]}, which is not a multiple of {unit} ({RULE})"
-        )
+        why = f"{config.batch.resized_by} comes to a batch of {uneven[1]}, which is not a multiple of {unit} ({RULE})"
         if uneven[0] == 0:
             raise ValueError(f"{why}; take a number of ranks or a --micro-batch-size for which it is")
         halt = done + uneven[0], f"{why}; go on with other ranks or another --micro-batch-size"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from megazero.config.options.skipping import joined, range_around
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.train.schedule.loss_scaling import SKIPPED
 
 NOT_RECORDED = "not recorded"  # in checkpoints of before the base model was kept
@@ -118,7 +118,7 @@ def impossible_numbers(state: Mapping[str, Any], step: int) -> Iterator[str]:
         yield f"iteration is {state['iteration']!r}, and the checkpoint is of iteration {step}"
 
 
-def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup) -> Progress:
+def leave_out(progress: Progress, last: int, sizes: BatchSizes) -> Progress:
     """Return the progress after the iterations up to ``last`` are left out."""
     begin, count = progress.consumed_samples, last - progress.iteration
     out = LeftOut(progress.iteration + 1, last, begin, sizes.consumed_after(count, begin))

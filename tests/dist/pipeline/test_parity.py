@@ -42,6 +42,15 @@ ONE = Case(
 FOUR = replace(ONE, dp=4, shards="hpz")  # 2 ranks of a node share parameters, 4 all else
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_embedding_and_the_head_may_have_stages_of_their_own(world):
+    """2 layers in 4 stages: 0, 1, 1, 0."""
+    alone = replace(ONE, dp=1, per_node=1, layers=2, micro_batches=4, dtype="fp64")
+    looped = replace(alone, schedule="interleaved", virtual=2)
+    four = [replace(alone, pp=4, schedule=name, tied=name == "zb-h1") for name in ("1f1b", "zb-h1")]
+    check({2: [looped, replace(looped, tied=False)], 4: four}[world], STEPS_OF_PIPELINES)
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     "one,others",

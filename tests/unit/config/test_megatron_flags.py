@@ -191,6 +191,8 @@ MEANS = """
 --window-size 7,0 --window-attn-skip-freq 2 -> window_attn_skip_freq=2
 --window-size 7,0 --window-attn-skip-freq ([1]+[0])*2 -> window_attn_skip_freq=1,0,1,0
 --use-rotary-position-embeddings --no-rope-freq [0,1]*2 -> no_rope_freq=0,1,0,1
+--position-embedding-type none -> position_embedding_type=rope; no_rope_freq=1
+--use-mup --mup-base-hidden-size 8 --mup-embedding-mult 3 -> embedding_multiplier=3
 --apply-layernorm-1p -> apply_layernorm_1p=on
 --input-embeddings-multiplier 12 -> embedding_multiplier=12
 --split '9,1,0' -> split='9,1,0'
@@ -263,16 +265,14 @@ def test_tokens_are_samples_of_the_sequence_length():
 
 
 def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
-    from megazero.config.schedule.batch_sizes import BatchSizeRampup
+    from megazero.config.schedule.batch_sizes import BatchSizes, batch_steps
 
     for tokens in (1, 160, 320, 1900, 3200, 3232, 6400, 9599, 12800):
         line = (
             f"--train-tokens {tokens} --global-batch-size 16 --rampup-batch-size 4 4 60 --micro-batch-size 2"
         )
         samples = in_tokens(line).training.train_samples
-        ramp = BatchSizeRampup(
-            start=4, increment=4, ramp_samples=60, target=16, micro_batch=2, data_parallel=1
-        )
+        ramp = BatchSizes(batch_steps(None, (4, 4, 60), 16, 32), micro_batch=2, data_parallel=1)
         consumed, iterations = 0, 0  # the loop of Megatron-DeepSpeed
         while consumed * 32 < tokens:
             consumed, iterations = consumed + ramp.batch_size(consumed), iterations + 1

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.config.layout.pipeline import stage_costs
+from megazero.config.layout.pipeline import layout_layers, stage_costs
 from megazero.config.model.spec import training_flops
 from megazero.config.summary import describe
 from tests.sizes import SMALL
@@ -56,12 +56,36 @@ def test_partition_options():
     assert layers(legal(vocab_size=20000, pipeline_partition="uniform")) == [4, 4]
     assert layers(legal(pipeline_partition="3,5")) == [3, 5]
     assert layers(legal(vocab_size=20000, decoder_last_pipeline_num_layers=3)) == [5, 3]
+    assert layers(legal(pipeline_partition="1,3,3,1", global_batch_size=32)) == [1, 3, 3, 1]
     even = {"num_layers_per_virtual_pipeline_stage": 2, "global_batch_size": 32, "vocab_size": 20000}
     assert layers(legal(**even)) == [2, 2, 2, 2]
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in BASE.items() if value is not True]
     argv += ["--mock-data", "--pipeline-model-parallel-size=4", "--num-layers=70"]
     bloom = parse([*argv, "--pp-partition-method", "type:transformer|embedding"], WORLD)
     assert layers(bloom) == [17, 18, 18, 17]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "Et*4|t*4L",
+        "Ett,|(tt|)*2,ttL",
+        "E|(tt|)*2ttL",
+        "E|tttt|tttt|L",
+        "E(t|t)*3|(tt|)*1L",
+        "Etttt|(t|tt|tL)*1",
+    ],
+)
+def test_layouts_are_read_as_megatron_reads_them(layout):
+    core = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    theirs = core.PipelineParallelLayerLayout(layout, 2)
+    config = legal(pipeline_partition=layout, global_batch_size=32, num_layers=sum(layout_layers(layout)))
+    assert config.virtual_stages == theirs.virtual_pipeline_model_parallel_size
+    for stage in config.stages():
+        held = theirs.layout[stage.rank][stage.index // 2]
+        assert [each.name for each in held] == [
+            *["embedding"] * stage.embedding, *["decoder"] * len(stage.layers), *["loss"] * stage.head
+        ]  # fmt: skip
 
 
 def test_stage_costs_are_the_flops_of_the_model():

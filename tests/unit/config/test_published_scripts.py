@@ -52,7 +52,7 @@ RESOLVED: dict[str, dict[str, object]] = {
 }
 # Words that a script has besides, and what is refused of them.
 REFUSED = {
-    ("NVIDIA GPT-3 175B", "--step-batch-size-schedule 0:16"): ["--step-batch-size-schedule"],
+    ("NVIDIA GPT-3 175B", "--error-injection-rate 1"): ["--error-injection-rate"],
     ("BigScience Megatron-DeepSpeed, bf16", "--position-embedding-type alibi --use-bnb-optimizer"): [
         *("--position-embedding-type alibi", "--use-bnb-optimizer"),
     ],
@@ -65,10 +65,7 @@ REFUSED = {
     ],
     (LLAMA3, "--context-parallel-size 2 --hybrid-context-parallel"): ["--hybrid-context-parallel"],
     (LLAMA3, "--goldfish-loss --goldfish-k 50 --qk-layernorm --xielu"): ["--goldfish-loss", "--xielu"],
-    (STARCODER, "--fim-rate 0.5 --tokenizer-type TokenizerFromFileWithFIM"): [
-        "--fim-rate",
-        "TokenizerFromFileWithFIM",
-    ],
+    (STARCODER, "--tokenizer-type TokenizerFromFileWithFIM"): ["TokenizerFromFileWithFIM"],
 }
 
 

@@ -117,6 +117,18 @@ def test_hpz_partition_size():
             resolve_shards(preset, 8, (4,), partition=8)
 
 
+def test_instances_divide_what_a_preset_shares_over_all_ranks():
+    """Megatron's instances are runs of consecutive data-parallel ranks (parallel_state: intra-partial groups)."""
+    d, h, instances = 8, 4, 2
+    groups = [range(d)[i * (d // instances) : (i + 1) * (d // instances)] for i in range(instances)]
+    for preset, factors in (("zero1", (1, 1, 4)), ("zero2", (1, 4, 4)), ("zero3", (4, 4, 4))):
+        shards = resolve_shards(preset, d, (h,), instances=instances)
+        assert shards.factors == factors and all(len(group) == shards.os for group in groups)
+    assert resolve_shards("hpz", 8, (2,), instances=2).factors == (2, 4, 4)
+    with refused("--num-distributed-optimizer-instances 3", "8 data-parallel", "2 or 4"):
+        resolve_shards("zero1", 8, (4,), instances=3)
+
+
 def test_a_partition_may_be_the_ranks_of_a_rack():
     """Of 8 data-parallel ranks 2 share a node, 4 a rack. zeropp's gradients stay where its parameters are."""
     assert resolve_shards("hpz", 8, (2, 4), partition=4).factors == (4, 8, 8)

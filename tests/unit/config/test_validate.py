@@ -16,6 +16,7 @@ from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import BatchConfig
 from megazero.config.read.resolve import ACCUMULATION, COMPLETIONS
 from megazero.config.run import all_options, section_types, stored_values
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.config.summary import describe
 from megazero.config.validate import facts, judge
 from megazero.families import FAMILIES
@@ -83,6 +84,14 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --global-batch-size 64 --rampup-batch-size 16,16 -> --rampup-batch-size 16,16
 --optimizer muon --optimizer-impl apex -> --optimizer-impl apex
 --optimizer lion --optimizer-impl triton -> --optimizer-impl triton; auto
+--step-batch-size-schedule 0:8 1M:16 -> --step-batch-size-schedule; 16
+--step-batch-size-schedule 1K:16 2K:32 -> --step-batch-size-schedule 1K:16; 0:16
+--step-batch-size-schedule 0:16 1K -> --step-batch-size-schedule 1K
+--step-batch-size-schedule 0:16 1K:0 -> --step-batch-size-schedule 1K:0; 1K:1
+--step-batch-size-schedule 0:16 1K:32 1001:48 -> --step-batch-size-schedule 0:16; 1001:48
+--step-batch-size-schedule 0:16 1M:32 --global-batch-size 64 -> --global-batch-size 64; 32
+--step-batch-size-schedule 0:16 --rampup-batch-size 16,16,100 -> --step-batch-size-schedule; --rampup-batch-size
+--eval-global-batch-size 40 -> --eval-global-batch-size 40; 32 or 48
 --zero-shard 2,4,6 -> 2,4,8
 --zero-shard 2,2 -> P,G,OS
 --zero-stage 2 --zero-preset ddp -> --zero-stage; --zero-preset; ddp; zero2
@@ -114,9 +123,12 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --zero-block-size 64 -> --zero-block-size 64; --zero-quantized-weights; --zero-quantized-gradients
 --zero-exact-numel 0 -> --zero-exact-numel 0; --zero-quantized-weights; --zero-quantized-gradients
 --save x --stop-on-spike -> --stop-on-spike; --save-interval
-PP --num-layers 1 -> --pipeline-model-parallel-size 2; 1 ranks, or 2 layers
---num-layers 8 PP --num-virtual-stages-per-pipeline-rank 5
-    -> --pipeline-model-parallel-size 2; 4 stages per rank, or 10 layers
+PP --num-layers 1 --decoder-last-pipeline-num-layers 1 -> --pipeline-model-parallel-size 2; 1 ranks, or 2 layers
+--num-layers 8 PP --num-virtual-stages-per-pipeline-rank 6
+    -> --pipeline-model-parallel-size 2; 5 stages per rank, or 10 layers
+PP --pipeline-model-parallel-layout Et*3|tmL -> --pipeline-partition Et*3|tmL; balanced
+PP --pipeline-model-parallel-layout Et|(t|)*2tt -> --pipeline-partition Et|(t|)*2tt; balanced
+PP --pipeline-model-parallel-layout Et|t|ttL -> --pipeline-model-parallel-size 2; 2,2
 --num-layers 8 PP --num-layers-per-virtual-pipeline-stage 3
     -> --num-layers 8; --pipeline-model-parallel-size 2; --num-layers-per-virtual-pipeline-stage 3; 2 or 4
 PP --num-layers 9 --num-layers-per-virtual-pipeline-stage 3
@@ -223,7 +235,9 @@ EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --ou
 --position-embedding-type learned_absolute --no-position-embedding
     -> --position-embedding-type; --no-position-embedding
 --position-embedding-type yarn --use-rope-scaling -> --position-embedding-type yarn; --rotary-scaling
---position-embedding-type none -> --position-embedding-type none
+--fim-rate 0.5 -> --fim-rate 0.5; --fim-data
+--fim-data -> --fim-data; --mock-data
+--mup-output-mult 0.5 -> --mup-output-mult; --logits-scaling
 --tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t -> --tokenizer-type TokenizerFromFileWithFIM
 --hybrid-context-parallel -> --hybrid-context-parallel; --context-parallel-size
 --num-experts 8 --moe-loss-coeff 0.01
@@ -459,6 +473,18 @@ def test_legal_configurations():
     assert legal(optimizer="adam").optimizer.optimizer == "adamw"
     assert legal(global_batch_size=64, rampup_batch_size=(16, 16, 100))
     assert legal().batch.global_batch_size == 16
+
+
+def test_a_schedule_of_batch_sizes_is_a_ramp_up_in_other_words():
+    length = BASE["seq_length"]
+    steps = [f"{samples * length}:{size}" for samples, size in ((0, 16), (34, 32), (67, 48), (100, 64))]
+    said, ramp = (
+        legal(step_batch_size_schedule=steps),
+        legal(global_batch_size=64, rampup_batch_size=(16, 16, 100)),
+    )
+    assert BatchSizes.of(said, 4) == BatchSizes.of(ramp, 4) and said.batch.global_batch_size == 64
+    assert legal(eval_global_batch_size=32).batch.evaluated_per_step(8) == 32
+    assert legal().batch.evaluated_per_step(8) == 16
 
 
 def test_without_a_world_only_sizes_that_need_it_stay_unchecked():

@@ -147,7 +147,9 @@ def test_few_bits_are_transformed_unless_that_is_named(changes, size):
     ]
     for layout in asked:
         chosen = wire(**layout, **changes)
-        assert chosen.gradients.get(INTER).hadamard == size and mixes(chosen.gradients.get(INTER)) == (size > 0)
+        assert chosen.gradients.get(INTER).hadamard == size and mixes(chosen.gradients.get(INTER)) == (
+            size > 0
+        )
         assert chosen.weights is None or chosen.weights.hadamard == 0
     plain = replace(chosen.gradients.get(INTER), hadamard=0)
     for n, exact in ((128, 0), (4096, 17), (2**20, 3)):  # the same bytes

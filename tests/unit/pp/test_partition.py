@@ -68,6 +68,9 @@ def test_known_partitions():
     assert counts(10, 4, first=1, last=2) == (1, 3, 4, 2)
     assert counts(10, 2, last=3) == (7, 3)
     assert counts(3, 1) == (3,)
+    assert counts(6, 4, 2) == (0, *[1] * 6, 0)  # an embedding and a head apart
+    assert counts(8, 2, method=(0, 8)) == (0, 8)
+    assert counts(3, 4, costs=Costs(0, 1, 2)) == (1, 1, 1, 0)
     (only,) = partition(3, 1)
     assert only.embedding and only.head
 
@@ -90,14 +93,16 @@ def test_outer_layers_are_kept_or_refused(first, last):
 @pytest.mark.parametrize(
     "args, kwargs, parts",
     [
-        ((3, 4), {}, ["3 layers cannot fill 4 stages", "nearest: 3 ranks, or 4 layers"]),
-        ((7, 4, 2), {}, ["8 stages (4 ranks x 2 each)", "nearest: 1 stages per rank, or 8 layers"]),
-        ((3, 4, 2), {}, ["nearest: 3 ranks of 1 stage"]),
+        ((1, 4), {}, ["1 layers cannot fill 4 stages", "nearest: 3 ranks, or 2 layers"]),
+        ((3, 4), {"last": 1}, ["3 layers cannot fill 4 stages", "nearest: 3 ranks, or 4 layers"]),
+        ((5, 4, 2), {}, ["8 stages (4 ranks x 2 each)", "nearest: 1 stages per rank, or 6 layers"]),
+        ((1, 4, 2), {}, ["nearest: 3 ranks of 1 stage"]),
         ((0, 1), {}, ["must each be at least 1"]),
         ((4, 2), {"method": "even"}, ["'even' is not one of balanced, uniform, type", "nearest: balanced"]),
         ((8, 2), {"method": (5, 4)}, ["their sum is 9, the model has 8", "nearest: 4,4"]),
         ((8, 2), {"method": (3, 4)}, ["their sum is 7", "nearest: 4,4"]),
-        ((8, 2), {"method": (0, 8)}, ["at least one layer", "nearest: 1,7"]),
+        ((8, 3), {"method": (4, 0, 4)}, ["at least one layer", "nearest: 3,1,4"]),
+        ((8, 2), {"method": (-1, 9)}, ["at least one layer", "nearest: 0,8"]),
         ((8, 2), {"method": (8,)}, ["1 numbers for 2 stages", "nearest: 4,4"]),
         ((8, 2), {"method": (4, 4), "first": 4}, ["leave one out"]),
         ((8, 1), {"last": 8}, ["one stage holds every layer"]),

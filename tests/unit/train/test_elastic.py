@@ -16,7 +16,7 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, RunConfig, World, begun, make_config, parse
 from megazero.config.read.beginning import Beginning, checkpoint_to_load, read_beginning
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes, batch_steps
 from megazero.train.state import origin
 from tests.messages import names, refused
 from tests.sizes import TINY, words
@@ -77,6 +77,8 @@ def test_a_loss_over_micro_batches_keeps_them() -> None:
 def test_shards_that_the_ranks_do_not_have() -> None:
     config = configured({"zero_shard": (1, 2, 4)}, 2)
     assert config.zero.zero_shard == (1, 2, 2)
+    config = configured({"num_distributed_optimizer_instances": 4}, 2)
+    assert config.zero.num_distributed_optimizer_instances == 2
     config = configured({"zero_preset": "hpz"}, 2, per_node=1)
     assert config.zero.zero_preset == "zero3"
     config = configured({"zero_preset": "zeropp"}, 2, per_node=1)
@@ -125,7 +127,7 @@ def test_a_ramp_up_takes_what_divides_every_size_to_come(tmp_path: Path) -> None
     # 6, 7, 8, ...: no micro-batch on two ranks has them all, so that of now; the run stops before the 7
     odd = {"rampup_batch_size": (6, 1, 32), "global_batch_size": 8, "micro_batch_size": 4}
     assert micro(odd) == 1
-    assert BatchSizeRampup(8, 4, 32, 16, 1, 1).sizes_from(17) == [12, 16]
+    assert BatchSizes(batch_steps(None, (8, 4, 32), 16, 1), 1, 1).sizes_from(17) == [12, 16]
 
 
 def test_where_a_ramp_up_goes_on_is_read_from_one_state_alone(

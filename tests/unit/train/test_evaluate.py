@@ -50,7 +50,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    ["", "--nproc-per-node 2 --zero-preset zero3", "--nproc-per-node 2 --tensor-model-parallel-size 2"],
+    [
+        "--eval-global-batch-size 4 --eval-iters 4",
+        "--nproc-per-node 2 --zero-preset zero3",
+        "--nproc-per-node 2 --tensor-model-parallel-size 2",
+    ],
 )
 def test_any_layout_measures_the_loss_of_the_runs_own_evaluation(layout: str, run: Path) -> None:
     said = [*words(RUN), "--save", f"{run}/c", "--log-dir", f"{run}/none", "--load", f"{run}/c"]

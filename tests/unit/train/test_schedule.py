@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.config import make_config
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes, batch_steps, scheduled_steps
 from megazero.train.schedule.learning_rate import LearningRate
 from tests.oracle import megatron_batch_sizes
 
@@ -106,10 +106,24 @@ RAMPS = [(8, 8, 100, 32, 2, 4), (192, 16, 9765, 2048, 2, 8), (4, 4, 37, 16, 1, 4
 
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_batch_size_equals_megatron(ramp: tuple[int, ...]) -> None:
-    ours = BatchSizeRampup(*ramp)
-    theirs = megatron_batch_sizes(
-        ours.target, ours.micro_batch, ours.data_parallel, (ours.start, ours.increment, ours.ramp_samples)
-    )
+    start, increment, samples, target, micro, ranks = ramp
+    ours = BatchSizes(batch_steps(None, (start, increment, samples), target, 1), micro, ranks)
+    same_sizes(ours, megatron_batch_sizes(target, micro, ranks, (start, increment, samples)))
+
+
+@pytest.mark.parametrize(
+    "words", ["0:8 40K:16 0.1M:32 1.5M:64", "0:64,50000:8,90000:96", "100K:24 0:8", "0:16 96:8 3071:32"]
+)
+def test_scheduled_batch_sizes_equal_megatron(words: str) -> None:
+    core = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    if not hasattr(core, "StepBatchsizeNumMicroBatchesCalculator"):
+        pytest.skip("this release of megatron-core has no steps")
+    theirs = core.StepBatchsizeNumMicroBatchesCalculator(2, 4, False, 1, words, 32)
+    for said in (words.split(), (words,)):  # a shell with and without quotes
+        same_sizes(BatchSizes(scheduled_steps(said, 32), 2, 4), theirs)
+
+
+def same_sizes(ours: BatchSizes, theirs: Any) -> None:
     consumed = 0
     for iteration in range(400):
         theirs.update(consumed, consistency_check=True)
@@ -127,16 +141,21 @@ def test_batch_size_equals_megatron(ramp: tuple[int, ...]) -> None:
     ramp=st.integers(0, 400),
     begin=st.integers(0, 500),
     limit=st.integers(0, 900),
+    grows=st.booleans(),
 )
 def test_batch_schedule_equals_walking_it(
-    start: int, increment: int, steps: int, ramp: int, begin: int, limit: int
+    start: int, increment: int, steps: int, ramp: int, begin: int, limit: int, grows: bool
 ) -> None:
     """Closed forms against iterating one step at a time, from any position (as after a resume)."""
-    schedule = BatchSizeRampup(start, increment, ramp, start + steps * increment, 1, 1)
+    ends = [-(-i * ramp // steps) for i in range(1, steps + 1)]
+    sizes = [
+        start + order * increment for order in (range(steps + 1) if grows else reversed(range(steps + 1)))
+    ]
+    schedule = BatchSizes(tuple(zip([0, *ends], sizes, strict=True)), 1, 1)
     positions = [begin]
     while positions[-1] <= limit:
         positions.append(positions[-1] + schedule.batch_size(positions[-1]))
     assert [schedule.consumed_after(i, begin) for i in range(len(positions))] == positions
     assert schedule.iterations_within(limit, begin) == max(0, len(positions) - 2)
-    for earlier, later in itertools.pairwise(positions):
-        assert schedule.batch_size(earlier) <= schedule.batch_size(later) <= schedule.target
+    for one, other in itertools.pairwise(map(schedule.batch_size, positions)):
+        assert one == other or (one < other) == grows

@@ -8,7 +8,7 @@ import pytest
 
 from megazero.config import ConfigError, make_config
 from megazero.config.options.skipping import due, iteration_ranges, range_around
-from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizes, batch_steps
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.progress import (
     LeftOut,
@@ -44,7 +44,7 @@ def test_what_is_no_range_is_refused(word: str, cure: str) -> None:
 
 
 def test_samples_follow_the_ramp_up_and_the_schedule_waits() -> None:
-    sizes = BatchSizeRampup(4, 4, 24, 12, 1, 1)  # 4, 4, 4, 8, 8, 12 from 28 on
+    sizes = BatchSizes(batch_steps(None, (4, 4, 24), 12, 1), 1, 1)  # 4, 4, 4, 8, 8, 12 from 28 on
     begin = Progress(iteration=2, consumed_samples=8)
     after = leave_out(begin, 4, sizes)
     assert (after.iteration, after.consumed_samples) == (4, 20)

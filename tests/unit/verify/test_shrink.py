@@ -143,6 +143,7 @@ def test_a_large_world_keeps_its_levels() -> None:
     for more, sizes, shards in (
         ("--zero-preset zeropp --zero-hpz-partition-size 32", (2,), (4, 4, 8)),
         ("--zero-shard 8,32,128", (2,), (2, 4, 8)),
+        ("--zero-preset zero2 --num-distributed-optimizer-instances 4", (2,), (1, 4, 4)),
         ("--zero-preset zeropp --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2", (2,), (2, 2, 8)),
     ):
         found = shrunk(f"{words} {more}")
