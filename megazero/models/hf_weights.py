@@ -32,11 +32,27 @@ def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> No
     """
     placements = decoder.placements()
     there = match_names(decoder.config, {name: tuple(value.shape) for name, value in state_dict.items()})
+    names = decoder.config.tensor_names
     for name, tensor in decoder.stored():
         tensor.zero_()
         for placement, local in placements[name].held(tensor):
-            for ours, theirs in placement.boxes(local, state_dict[there[placement.name]]):
+            own = names.in_folders(placement.name)
+            tensor = state_dict[there[own.tensor if own else placement.name]]
+            for ours, theirs in placement.boxes(local, own.of(tensor) if own else tensor):
                 ours.copy_(theirs)
+
+
+def folder_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the names of a folder's tensors to their shapes: ``stored_tensors``, but where folders have experts of one
+    layer together."""
+    found, names, count = dict[str, tuple[int, ...]](), config.tensor_names, config.num_experts or 0
+    for name, shape in stored_tensors(config).items():
+        own = names.in_folders(name)
+        if own is None:
+            found[name] = shape
+        else:
+            found[own.tensor] = (count, *shape[:0:-1], shape[0] * (own.columns.step or 1))
+    return found
 
 
 def tied_head(config: ModelConfig) -> tuple[str, str] | None:
@@ -58,12 +74,14 @@ def layers_behind(config: ModelConfig, names: Iterable[str], count: int) -> list
 def _experts_apart(config: ModelConfig) -> int:
     """Return how many experts of all layers have tensors of their own."""
     layers = [i for i, kind in enumerate(layer_kinds(config)) if kind.experts]
-    apart = layers and "{}" in config.tensor_names.stored(f"layers.{layers[0]}.mlp.experts.up_proj.weight")[0]
+    names = config.tensor_names
+    apart = layers and "{}" in names.stored(f"layers.{layers[0]}.mlp.experts.up_proj.weight")[0]
+    apart = apart and not names.together
     return len(layers) * (config.num_experts or 0) if apart else 0
 
 
 def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Map the name of each tensor of the model to its name in ``shapes``, which maps the names there to shapes.
+    """Map the name of each of ``folder_tensors`` to its name in ``shapes``, which maps the names there to shapes.
 
     Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2. A tied head
     may be present too.
@@ -73,7 +91,7 @@ def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
         raise ValueError(
             f"config.json has {experts} experts in all layers, and the files {len(shapes)} tensors"
         )
-    wanted, tied = stored_tensors(config), tied_head(config)
+    wanted, tied = folder_tensors(config), tied_head(config)
     prefix = next(iter(wanted)).split(".", 1)[0] + "."
     ours, errors = dict[str, str](), list[str]()
     for there in shapes:

@@ -164,7 +164,7 @@ def traits_of(p: ParameterSpec, config: RunConfig) -> zero.Traits:
     """Return the traits of a parameter, but for what of it is padding."""
     tp, sequence_parallel = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
     undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
-    options = undecayed if len(p.shape) == 1 else ()
+    options = undecayed if p.vector else ()
     if p.vocabulary and config.optimizer.decoupled_lr is not None:
         options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
     matrix, copies = is_matrix(p, config), p.copies(tp)

@@ -61,7 +61,7 @@ MANY = 12
 def test_a_router_chooses_the_likeliest_experts(router: Router) -> None:
     x, weight, decision = drawn(T, H), drawn(MANY, H, seed=1), Decision()
     bias = drawn(MANY, seed=2).float() if router.score_function == "sigmoid" else None
-    logits, experts, probabilities = route(x, weight, router, decision, bias)
+    logits, experts, probabilities = route(x, (weight, None), router, decision, bias)
     for token, (chosen, shares) in enumerate(zip(experts, probabilities, strict=True)):
         want, p = by_hand(weight @ x[token], router, torch.zeros(MANY) if bias is None else bias)
         assert chosen.tolist() == want and torch.allclose(shares, p, rtol=1e-12)
@@ -85,7 +85,7 @@ def test_a_bias_chooses_and_has_no_part_in_probabilities() -> None:
     x, weight, router = drawn(T, H), drawn(E, H, seed=1), Router(K, "sigmoid")
     bias = torch.zeros(E)
     bias[3] = 2.0  # above every sigmoid
-    logits, experts, probabilities = route(x, weight, router, Decision(), bias)
+    logits, experts, probabilities = route(x, (weight, None), router, Decision(), bias)
     assert (experts == 3).any(1).all()
     shares = logits.gather(1, experts).sigmoid()
     assert torch.allclose(probabilities, shares / shares.sum(1, keepdim=True))
@@ -97,9 +97,9 @@ def test_a_decision_is_taken_once_and_scores_are_in_fp32() -> None:
         drawn(E, H, dtype=torch.bfloat16, seed=1),
         Decision(),
     )
-    routed = route(x, weight, Router(K), decision)
+    routed = route(x, (weight, None), Router(K), decision)
     assert routed.probabilities.dtype is torch.float32
-    other = route(-x, weight, Router(K), decision)  # whose likeliest are others
+    other = route(-x, (weight, None), Router(K), decision)  # whose likeliest are others
     assert torch.equal(other.experts, routed.experts)
     logits = -x.float() @ weight.float().t()
     assert torch.allclose(other.probabilities, logits.gather(1, other.experts).softmax(1))
