@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.config.model.section import ModelConfig
+from megazero.models.placements import stored_tensors
+
 transformers = pytest.importorskip("transformers", "5.23")  # variants have the names of its fields
 
 # No pad token: transformers gives its embedding no gradient.
@@ -102,6 +105,9 @@ LOCAL_EXPERTS = {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 2}
 ROUTED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"}
 GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+# Yarn's betas and a limit that matter in a small model.
+GPT_OSS = {**LOCAL_EXPERTS, "head_dim": 16, "intermediate_size": 20, "sliding_window": 5, "swiglu_limit": 0.4}
+GPT_OSS["rope_parameters"] = {**YARN_MSCALE, "mscale": None, "mscale_all_dim": None}
 OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
@@ -216,6 +222,12 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**ROUTED, **GROUPED, "num_hidden_layers": 3, "first_k_dense_replace": 0, "sliding_window": 5}
         | {"max_window_layers": 2, "attention_bias": True},
     ),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss-windows-tied": (
+        "GptOss",
+        {**GPT_OSS, "layer_types": ["sliding_attention"] * 2, "attention_bias": False, "swiglu_limit": 1e9}
+        | {"tie_word_embeddings": True, "rope_parameters": WHOLE_ROPE},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),
@@ -277,6 +289,9 @@ def in_files(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[
 
 
 def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if model.startswith("GptOss"):  # whose files have what is in memory
+        yield name, tensor
+        return
     before, mixture, inside = name.partition(".block_sparse_moe.")
     if mixture:  # Granite
         yield f"{before}{mixture}{STACKED[inside]}", tensor
@@ -290,6 +305,16 @@ def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str
     for number, own in enumerate(tensor):
         for part, values in zip(parts, own.chunk(len(parts)), strict=True):
             yield f"{before}.{module}.experts.{number}.{names.get(part, part)}.weight", values
+
+
+def in_checkpoints(config: ModelConfig, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same by the names in checkpoints, which have each expert by itself in every family, and no aliases."""
+    names = config.tensor_names
+    found = {names.aliases.get(name, name): tensor for name, tensor in named.items()}
+    places = {name: place for name in stored_tensors(config) if (place := names.in_folders(name))}
+    apart = {name: place.of(found[place.tensor]) for name, place in places.items()}
+    whole = {place.tensor for place in places.values()}
+    return {**{name: t for name, t in found.items() if name not in whole}, **apart}
 
 
 BIAS = "e_score_correction_bias"

@@ -88,7 +88,7 @@ def write_folder(
     def prepare() -> tuple[list[Shard], RunTokenizer | None]:
         refuse_existing(folder)
         architecture_of(source.model)
-        shards = plan_shards(source.tensors, shard_bytes)
+        shards = plan_shards(source.in_folder, shard_bytes)
         run = None
         if rank == 0:
             run = of_checkpoint(source.path, source.values, tokenizer)

@@ -30,6 +30,7 @@ from megazero.data.tokenizer_settings import OF_MODEL
 from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.models.dtypes import PRECISIONS
 from megazero.models.hf_weights import layers_behind, match_names, tied_head
+from megazero.models.placements import stored_tensors
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CACHED = "models--"  # of the Hub's cache: a folder models--ORG--NAME has the revisions of ORG/NAME
@@ -133,7 +134,7 @@ class Published:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Map each tensor of the model to its name in the folder, in the order of the model."""
+        """Map each of ``folder_tensors`` to its name in the folder, in the order of the model."""
         shapes, further = self.folder.shapes, self.folder.config.get(MORE_TOKENS) or 0
         if not isinstance(further, int):
             raise ValueError(f"{MORE_TOKENS} takes a whole number, got {further!r}")
@@ -147,7 +148,7 @@ class Published:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self.folder.shapes[there] for name, there in self.names.items()}
+        return stored_tensors(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,8 +158,11 @@ class Published:
         return self.tensor(name).dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the model as a view of the mapped file."""
-        return self.folder.tensor(self.names[name])
+        """Return a tensor of the model: a view of the mapped file, or a copy of what that has among others."""
+        place = self.model.tensor_names.in_folders(name)
+        if place is None:
+            return self.folder.tensor(self.names[name])
+        return place.of(self.folder.tensor(self.names[place.tensor])).contiguous()
 
     @cached_property
     def data(self) -> DataConfig:
