@@ -144,7 +144,8 @@ class Published:
                 f"'{self.folder.path}' has layers that predict further tokens, which are not built (such as "
                 f"'{behind[0]}'): --accept-field {MORE_TOKENS} leaves them out"
             )
-        return match_names(self.model, {name: shape for name, shape in shapes.items() if name not in behind})
+        own = {name: shape for name, shape in shapes.items() if name not in behind}
+        return match_names(self.model, own)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -158,11 +159,9 @@ class Published:
         return self.tensor(name).dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the model: a view of the mapped file, or a copy of what that has among others."""
-        place = self.model.tensor_names.in_folders(name)
-        if place is None:
-            return self.folder.tensor(self.names[name])
-        return place.of(self.folder.tensor(self.names[place.tensor])).contiguous()
+        """Return a tensor of the model: a view of the mapped file, or a copy where others lie in between."""
+        there = self.names
+        return self.model.tensor_names.taken(name, lambda n: self.folder.tensor(there[n])).contiguous()
 
     @cached_property
     def data(self) -> DataConfig:

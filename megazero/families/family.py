@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -81,6 +81,11 @@ class TensorNames:
             return None
         tensor, columns = self.together[match[3]]
         return ExpertPlace(match[1] + tensor, int(match[2]), columns)
+
+    def taken(self, stored: str, tensor: Callable[[str], Any]) -> Any:
+        """Return what a checkpoint has under this name, of a folder: a view. tensor: returns a folder's by name."""
+        place = self.in_folders(stored)
+        return tensor(stored) if place is None else place.of(tensor(place.tensor))
 
     def can_express(self, options: object) -> bool:
         """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""

@@ -101,6 +101,10 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "apply_residual_connection_post_layernorm": (False,),
 }
+CURES: Mapping[str, str] = {
+    "quantization_config": "weights are read in bf16, fp16 or fp32. Dequantise them once, where transformers does it: "
+    "from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(OTHER), of MXFP4"
+}
 # Of near relatives, by the reason.
 REFUSED = (
     ("logit*_scal*", "scales the logits, which this family does not here"),

@@ -26,7 +26,7 @@ from megazero.convert.importing import write_checkpoint
 from megazero.convert.megatron.arguments import read_arguments
 from megazero.convert.megatron.weights import MegatronWeights
 from megazero.models import Decoder
-from megazero.models.hf_weights import load_hf_state_dict
+from megazero.models.hf_weights import load_stored
 from tests.hugging_face import to_hf_state_dict
 from tests.messages import refused
 
@@ -305,7 +305,7 @@ def test_centred_norms_stay_what_they_are(said, tmp_path):
     tensors = {n: v.bfloat16() - int("norm" in n) for n, v in megatron(decoder).items()}
     weights = MegatronWeights.open(torch_dist(tmp_path, tensors, arguments("llama", **{said: True})))
     centred = Decoder(weights.model)
-    load_hf_state_dict(centred, {name: weights.tensor(name) for name in weights.shapes})
+    load_stored(centred, {name: weights.tensor(name) for name in weights.shapes})
     tokens = torch.arange(16)[None]
     for mine, theirs in zip(centred.parameters(), decoder.parameters(), strict=True):
         theirs.data = mine.data + int(mine.ndim == 1)  # this shape has no vectors but norms
@@ -321,7 +321,7 @@ def test_the_gate_is_where_the_argument_says(kind, tmp_path):
     tensors = megatron(original("llama"))
     weights = MegatronWeights.open(torch_dist(tmp_path, tensors, args))
     made = Decoder(weights.model)
-    load_hf_state_dict(made, {name: weights.tensor(name) for name in weights.shapes})
+    load_stored(made, {name: weights.tensor(name) for name in weights.shapes})
     up, gate = tensors["decoder.layers.1.mlp.linear_fc1.weight"].chunk(2)
     parameters = dict(made.named_parameters())
     assert torch.equal(parameters["layers.1.mlp.gate_proj.weight"], gate)
