@@ -17,7 +17,11 @@ from megazero.families.config_json.layer_groups import every_nth_full
 from megazero.families.config_json.rotary_fields import rotary
 
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
-_EXPERTS = {"gate_proj": ("gate_up_proj", _EVEN), "up_proj": ("gate_up_proj", _ODD), "down_proj": ("down_proj", _ALL)}
+_EXPERTS = {
+    "gate_proj": ("gate_up_proj", _EVEN),
+    "up_proj": ("gate_up_proj", _ODD),
+    "down_proj": ("down_proj", _ALL),
+}
 NAMES = replace(
     llama.mixture_names(
         {"mlp.router": "mlp.router", **{f"mlp.experts.{own}": f"mlp.experts.{{}}.{own}" for own in _EXPERTS}},
@@ -50,7 +54,12 @@ GPT_OSS = llama.relative(
     "gpt_oss",
     "GptOssForCausalLM",
     choices={
-        **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+        **{
+            "swiglu": False,
+            "quick_geglu": True,
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+        },
         **{"add_bias_linear": True, "softmax_type": "learnable"},
     },
     names=(NAMES,),

@@ -281,14 +281,16 @@ def _by_flex(
 ) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     function: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex(q.is_cuda)
-    out, aux = function(
+    sinks = tables.sinks
+    out = function(
         *(q, k, v, capped_scores(tables.masking.cap), tables.made),
         scale=tables.masking.scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=flex.AuxRequest(lse=True),
+        return_aux=None if sinks is None else flex.AuxRequest(lse=True),
     )
-    if tables.sinks is not None:  # the share that the sink leaves of each row
-        out = out * (aux.lse - tables.sinks[:, None]).sigmoid().unsqueeze(-1).to(out.dtype)
+    if sinks is not None:  # which leave a share of each row
+        out, (sums, _) = out
+        out = out * (sums - sinks[:, None]).sigmoid().unsqueeze(-1).to(out.dtype)
     return out.permute(2, 0, 1, 3)
 
 

@@ -28,7 +28,8 @@ from typing import TypeVar
 from megazero.comm.made_once import made_once
 from megazero.comm.wire import filled
 
-Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,9 @@ class ModelConfig(MixerOptions):
         choices=tuple(LAYER_NORMS),
     )
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
-    swiglu: bool = option(MISSING, "SwiGLU MLP, else GELU (by family; off with --geglu, --quick-geglu and --squared-relu)")
+    swiglu: bool = option(
+        MISSING, "SwiGLU MLP, else GELU (by family; off with --geglu, --quick-geglu and --squared-relu)"
+    )
     geglu: bool = option(False, "GELU as the gate of the MLP instead of SwiGLU's SiLU (Gemma; by family)")
     quick_geglu: bool = option(
         False, "x sigmoid(1.702 x) as the gate of the MLP instead of SwiGLU's SiLU (gpt-oss; by family)"

@@ -90,7 +90,10 @@ LAYOUTS = {
     "dp4-ep2": _layout(1, 4, "zero3", False, 1, "full", ep=2),
 }
 # Always, on the quickest layouts: biases and a tied head, dense and mixed layers, groups of experts.
-CORE = {"pp2-dp2": ("qwen3-biases-tied", "qwen2_moe-dense-layers"), "dp4-ep2": ("glm4_moe-groups-tied", "gpt_oss")}
+CORE = {
+    "pp2-dp2": ("qwen3-biases-tied", "qwen2_moe-dense-layers"),
+    "dp4-ep2": ("glm4_moe-groups-tied", "gpt_oss"),
+}
 
 
 def of_layout(layout: str) -> tuple[str, ...]:
@@ -144,7 +147,10 @@ class Theirs:
     def train(self, steps: int) -> list[float]:
         o, named = self.case.config().optimizer, list(self.model.named_parameters())
         groups = [
-            {"params": [p for n, p in named if (p.ndim == 1 or n.endswith("_bias")) == plain], "weight_decay": decay}
+            {
+                "params": [p for n, p in named if (p.ndim == 1 or n.endswith("_bias")) == plain],
+                "weight_decay": decay,
+            }
             for plain, decay in ((True, 0.0), (False, o.weight_decay))
         ]
         adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.kernels.weighted_swiglu import weighted_swiglu
 from megazero.models import Decoder, make_model
-from megazero.moe import Decision, Dispatch, ExpertParallel, Router, route, weighted
+from megazero.moe import Decision, Dispatch, ExpertParallel, Router, biased, route, weighted
 from megazero.products.product import PLAIN
 from tests.hugging_face import to_hf_state_dict
 
@@ -103,6 +103,21 @@ def test_a_decision_is_taken_once_and_scores_are_in_fp32() -> None:
     assert torch.equal(other.experts, routed.experts)
     logits = -x.float() @ weight.float().t()
     assert torch.allclose(other.probabilities, logits.gather(1, other.experts).softmax(1))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_take_the_bias_of_their_expert(weighted: bool) -> None:
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)  # the second expert has none
+    tensors = [drawn(8, H), drawn(3, H, seed=1), drawn(8, seed=2)]
+    rows, bias, probabilities = (x.requires_grad_() for x in tensors)
+    own = bias[torch.tensor([0, 0, 0, 2, 2, 2, 2, 2])]
+    expected = rows + (own * probabilities[:, None] if weighted else own)
+    found = biased(rows, bias, ends, probabilities if weighted else None)
+    assert torch.allclose(found, expected, rtol=1e-12)
+    wanted = [x for x in (rows, bias, probabilities) if weighted or x is not probabilities]
+    along = drawn(8, H, seed=3)
+    for one, other in zip(*(torch.autograd.grad(y, wanted, along) for y in (found, expected)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
