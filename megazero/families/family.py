@@ -21,7 +21,7 @@ _OF_EXPERT = re.compile(r"(.*\.)(\d+)\.(\w+\.\w+)")  # before it, its number, it
 
 
 class ExpertPlace(NamedTuple):
-    """Where an expert's parameter lies in a folder's tensor of all: [experts, in, out], or of biases [experts, out]."""
+    """Where an expert's parameter lies in a folder's tensor of all, [experts, in, out], of biases [experts, out]."""
 
     tensor: str
     expert: int

@@ -1,7 +1,7 @@
 """gpt-oss (OpenAI 2025): sinks in attention, windows in every other layer, and experts with biases in all layers.
 
-The activation of its experts is (up + 1) gate sigmoid(1.702 gate), of values that are clamped. Folders have one tensor
-of all experts, [experts, in, out], in which columns of gate and up alternate. Published ones have weights in MXFP4.
+The activation of its experts is (up + 1) gate sigmoid(1.702 gate), of values that are clamped. Folders have one
+tensor of all experts, [experts, in, out], in which columns of gate and up alternate. Published ones are in MXFP4.
 """
 
 from __future__ import annotations

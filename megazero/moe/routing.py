@@ -194,7 +194,8 @@ def route(
 ) -> Routed:
     """Return where tokens go.
 
-    x: tokens [T, h]. linear: the router's weight [experts, h] and bias [experts], if it has one. bias: fp32 [experts], added to what experts are chosen by.
+    x: tokens [T, h]. linear: the router's weight [experts, h] and bias [experts], if it has one. bias: fp32
+    [experts], added to what experts are chosen by.
     even: what experts are chosen by instead, as in ``Router.ranks``.
     """
     logits = _Logits.apply(x, *linear)

@@ -144,8 +144,8 @@ class UnitLayout:
         return out
 
     def runs_of(self, piece: Piece, values: Mapping[str, Value]) -> Iterator[tuple[int, int, Value]]:
-        """Yield the compact ranges of a piece whose parameters have one of the ``values``, with it. Padding belongs to
-        the range before it."""
+        """Yield the compact ranges of a piece whose parameters have one of the ``values``, with it. Padding is in the
+        range before it."""
         cuts: list[tuple[int, Value]] = []
         for slot, _, _, at in self.ranges_of(piece):
             if not cuts or cuts[-1][1] != values[slot.name]:

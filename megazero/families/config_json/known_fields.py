@@ -102,8 +102,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
 }
 CURES: Mapping[str, str] = {
-    "quantization_config": "weights are read in bf16, fp16 or fp32. Dequantise them once, where transformers does it: "
-    "from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(OTHER), of MXFP4"
+    "quantization_config": "weights are read in bf16, fp16 or fp32. transformers dequantises, of MXFP4 by "
+    "from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(OTHER)"
 }
 # Of near relatives, by the reason.
 REFUSED = (

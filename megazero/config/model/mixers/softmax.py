@@ -143,7 +143,8 @@ class Softmax(Mixer):
     @property
     def words(self) -> str:
         c = self.c
-        return f"{c.num_attention_heads} heads of {c.kv_channels}, {c.num_query_groups} of keys and values"
+        sinks = "" if c.softmax_type == "vanilla" else f", {c.softmax_type} sinks"
+        return f"{c.num_attention_heads} heads of {c.kv_channels}, {c.num_query_groups} of keys and values{sinks}"
 
     def shared(self) -> tuple[dict[str, int], dict[str, int]]:
         heads, groups = self.c.num_attention_heads, self.c.num_query_groups
