@@ -80,6 +80,10 @@ MIXTURES = {
         "moe_shared_expert_intermediate_size": 40,
     },
 }
+MIXTURES["sinks, biases"] = {
+    **{**_SPARSE, "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "softmax_type": "learnable"},
+    **{"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+}
 # What Megatron keeps of mixtures besides, at its defaults or as scripts set it.
 OF_EXPERTS = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32"}
 OF_EXPERTS |= {"moe_token_drop_policy": "probs", "moe_aux_loss_coeff": 0.0, "moe_upcycling_granularity": 1}
@@ -91,7 +95,7 @@ ITS_OWN = {
     **{"train_iters": 5, "train_samples": None, "lr_warmup_samples": 0, "lr": 0.01, "iterations_to_skip": []},
     **{"micro_batch_size": 1, "global_batch_size": 2, "mock_data": True, "save": "/somewhere"},
     **{"bf16": False, "fp16": False, "params_dtype": torch.float32, "initial_loss_scale": 2**32},
-    **{"data_parallel_sharding_strategy": "no_shard", "softmax_type": "vanilla", "mtp_num_layers": None},
+    **{"data_parallel_sharding_strategy": "no_shard", "mtp_num_layers": None},
     **{"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
     **{"weight_decay_incr_style": "constant", "start_weight_decay": 0.01, "end_weight_decay": 0.01},
 }
@@ -119,7 +123,14 @@ def arguments(kind, **more):
     args = {**COMMON, **{**MODELS, **MIXTURES}[kind], "norm_epsilon": None, "layernorm_epsilon": 1e-6}
     args |= OF_EXPERTS
     args |= {"group_query_attention": "num_query_groups" in args, "bias_gelu_fusion": kind == "gpt"}
-    args = {"num_query_groups": 1, "swiglu": False, "squared_relu": False, "openai_gelu": False, **args}
+    args = {
+        "num_query_groups": 1,
+        "softmax_type": "vanilla",
+        "glu_linear_offset": 0.0,
+        "quick_geglu": False,
+        **args,
+    }
+    args = {"swiglu": False, "squared_relu": False, "openai_gelu": False, **args}
     args |= {"qk_layernorm": args.pop("qk_norm", "none") == "head", "model_type": ModelType(1)}
     args |= {"tokenizer_type": "NullTokenizer", "vocab_size": WORDS - 1, "padded_vocab_size": ROWS, "rank": 0}
     args |= ITS_OWN
@@ -166,6 +177,8 @@ def megatron(decoder):
             if "mlp.up_proj" in mine:
                 parts = [mine[n] for n in ("mlp.gate_proj", "mlp.up_proj") if n in mine]
                 out[f"{there}mlp.linear_fc1.{kind}"] = torch.cat(parts)
+            if f"{here}attention.sinks" in p:
+                out[f"{there}self_attention.core_attention.softmax_offset"] = p[f"{here}attention.sinks"]
             for n, name in (
                 ("attention.o_proj", "self_attention.linear_proj"),
                 ("mlp.down_proj", "mlp.linear_fc2"),
@@ -179,12 +192,14 @@ def megatron(decoder):
 def mixture(p, here):
     """A layer's experts, in one tensor each, its router and its shared experts."""
     names = {"router.weight": "router.weight", "router.e_score_correction_bias": "router.expert_bias"}
+    names["router.bias"] = "router.bias"
     names |= {"shared_gate.weight": "shared_experts.gate_weight"}
     for one, module in (("experts", "experts.experts"), ("shared_expert", "shared_experts")):
-        names[f"{one}.down_proj.weight"] = f"{module}.linear_fc2.weight"
-        if f"{here}{one}.up_proj.weight" in p:
-            halves = [p[f"{here}{one}.{half}_proj.weight"] for half in ("gate", "up")]
-            yield f"{module}.linear_fc1.weight", torch.cat(halves, -2)
+        for kind, along in (("weight", -2), ("bias", -1)):
+            names[f"{one}.down_proj.{kind}"] = f"{module}.linear_fc2.{kind}"
+            if f"{here}{one}.up_proj.{kind}" in p:
+                halves = [p[f"{here}{one}.{half}_proj.{kind}"] for half in ("gate", "up")]
+                yield f"{module}.linear_fc1.{kind}", torch.cat(halves, along)
     yield from ((there, p[here + name]) for name, there in names.items() if here + name in p)
 
 
@@ -380,7 +395,6 @@ def test_without_arguments_flags_say_the_model(tmp_path):
         ({"multi_latent_attention": True}, "--multi-latent-attention .*latent attention is not built"),
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
-        ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
         ({"scale_depth": 1.4}, "--scale-depth 1.4 of the checkpoint's arguments: "),
         ({"position_embedding_type": "none"}, "position-embedding-type none"),
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi .* since 2023; use rope or"),

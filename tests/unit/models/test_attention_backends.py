@@ -392,6 +392,7 @@ LLAMA = {**MODEL, "model_family": "llama", "attention_dropout": 0.0, "params_dty
     ("backend", "values", "lacks", "nearest"),
     [
         ("flash", {"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping", "math, flash-attn, flex"),
+        ("efficient", {"softmax_type": "learnable"}, "--softmax-type", "flash, math, flex"),
         ("cudnn", {"reset_attention_mask": True}, "--reset-attention-mask", ""),
         ("flex", {"device": "cpu"}, "CPUs", "flash, math"),
         ("flash-attn", {"params_dtype": "fp32"}, "--params-dtype", ""),
