@@ -74,12 +74,17 @@ def test_what_a_layer_keeps(family: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"moe_router_topk": 4}, {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}],
-    ids=["two", "four", "shared"],
+    [
+        {},
+        {"moe_router_topk": 4},
+        {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True},
+        {"model_family": "gpt_oss"},
+    ],
+    ids=["two", "four", "shared", "gpt_oss"],
 )
 def test_what_a_layer_with_experts_keeps(more: dict[str, object], dtype: str) -> None:
-    experts = {"num_experts": 8, "moe_ffn_hidden_size": 64, **more}
-    values = {"model_family": "llama", "params_dtype": dtype, "recompute_granularity": "none", **experts}
+    experts = {"model_family": "llama", "num_experts": 8, "moe_ffn_hidden_size": 64, **more}
+    values = {"params_dtype": dtype, "recompute_granularity": "none", **experts}
     config = make_config({**SIZES, **values}, World(1, 1))
     saved, stream = saved_bytes(values)
     kept = kind_activations(config, torch.finfo(DTYPES[dtype]).bits // 8, on_host=True).kept
