@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.config.model.section import ModelConfig
+from megazero.models.placements import stored_tensors
+
 transformers = pytest.importorskip("transformers", "5.23")  # variants have the names of its fields
 
 # No pad token: transformers gives its embedding no gradient.
@@ -113,6 +116,9 @@ DEEPSEEK = {name: value for name, value in ROUTED.items() if name != "head_dim"}
 DEEPSEEK |= {**LATENT, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
 DEEPSEEK_V2 = {**DEEPSEEK, "norm_topk_prob": False, "q_lora_rank": None}
 YARN_LATENT = {**YARN_MSCALE, "rope_theta": 10000.0}
+# Yarn's betas and a limit that matter in a small model.
+GPT_OSS = {**LOCAL_EXPERTS, "head_dim": 16, "intermediate_size": 20, "sliding_window": 5, "swiglu_limit": 0.4}
+GPT_OSS["rope_parameters"] = {**YARN_MSCALE, "mscale": None, "mscale_all_dim": None}
 OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
@@ -239,6 +245,12 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK_V2, **GROUPED, "topk_method": "group_limited_greedy", "rope_parameters": YARN_LATENT}
         | {"q_lora_rank": 20, "topk_group": 3, "n_shared_experts": 1, "tie_word_embeddings": True},
     ),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss-windows-tied": (
+        "GptOss",
+        {**GPT_OSS, "layer_types": ["sliding_attention"] * 2, "attention_bias": False, "swiglu_limit": 1e9}
+        | {"tie_word_embeddings": True, "rope_parameters": WHOLE_ROPE},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),
@@ -300,6 +312,9 @@ def in_files(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[
 
 
 def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if model.startswith("GptOss"):  # whose files have what is in memory
+        yield name, tensor
+        return
     before, mixture, inside = name.partition(".block_sparse_moe.")
     if mixture:  # Granite
         yield f"{before}{mixture}{STACKED[inside]}", tensor
@@ -313,6 +328,16 @@ def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str
     for number, own in enumerate(tensor):
         for part, values in zip(parts, own.chunk(len(parts)), strict=True):
             yield f"{before}.{module}.experts.{number}.{names.get(part, part)}.weight", values
+
+
+def in_checkpoints(config: ModelConfig, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same by the names in checkpoints, which have each expert by itself in every family, and no aliases."""
+    names = config.tensor_names
+    found = {names.aliases.get(name, name): tensor for name, tensor in named.items()}
+    places = {name: place for name in stored_tensors(config) if (place := names.in_folders(name))}
+    apart = {name: place.of(found[place.tensor]) for name, place in places.items()}
+    whole = {place.tensor for place in places.values()}
+    return {**{name: t for name, t in found.items() if name not in whole}, **apart}
 
 
 BIAS = "e_score_correction_bias"

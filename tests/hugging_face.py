@@ -98,7 +98,7 @@ def weights_digest(folder: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the family's Hugging Face tensors, in the dtypes of the decoder's, on the CPU.
+    """Return the tensors of a checkpoint of the family, in the dtypes of the decoder's, on the CPU.
 
     This rank's slices are written over ``into`` (missing tensors start as zeros). So it is filled by passing the same
     dict with the decoder of each tp rank in turn. On one rank the result is complete. Tied weights appear once, under

@@ -12,7 +12,7 @@ stored tensor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,7 +90,9 @@ class Placement:
 
     @property
     def rows(self) -> Placement:
-        """The same place of all rows: dims before the last one are one."""
+        """The same place of all rows: dims before the last one are one, and a vector is a column."""
+        if len(self.shape) == 1:
+            return replace(self, shape=(*self.shape, 1), local_shape=(*self.local_shape, 1))
         if len(self.shape) < 3:
             return self
         (_, there, width), (_, here, _) = self.shape, self.local_shape

@@ -159,7 +159,11 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     }
     biases = "biases" if m.add_bias_linear else "biases of q, k, v only" if m.add_qkv_bias else "no biases"
     gelu = f"GELU ({'tanh form' if m.openai_gelu else 'exact'})"
-    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else f"{'gate of ' * m.geglu}{gelu}"
+    gelu = "x sigmoid(1.702 x)" if m.quick_geglu else gelu
+    activation = f"{'gate of ' * (m.geglu or m.quick_geglu)}{gelu}"
+    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else activation
+    if m.activation_func_clamp_value is not None:
+        activation += f" clamped at {m.activation_func_clamp_value:g}"
     shared = m.moe_shared_expert_intermediate_size
     experts = f"{m.num_experts} experts of {m.expert_width}, {m.moe_router_topk} for each token"
     experts += f" and shared ones of {shared}" if shared else ""

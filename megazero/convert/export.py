@@ -85,7 +85,7 @@ def write_folder(
     def prepare() -> tuple[list[Shard], RunTokenizer]:
         refuse_existing(folder)
         architecture_of(source.model)
-        shards = plan_shards(source.tensors, shard_bytes)
+        shards = plan_shards(source.in_folder, shard_bytes)
         run = of_checkpoint(source.path, source.values, tokenizer)
         partial.mkdir(parents=True, exist_ok=True)
         _check_space(partial, shards)

@@ -30,6 +30,7 @@ from megazero.data.tokenizer_settings import OF_MODEL
 from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.models.dtypes import PRECISIONS
 from megazero.models.hf_weights import layers_behind, match_names, tied_head
+from megazero.models.placements import stored_tensors
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CACHED = "models--"  # of the Hub's cache: a folder models--ORG--NAME has the revisions of ORG/NAME
@@ -133,7 +134,7 @@ class Published:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Map each tensor of the model to its name in the folder, in the order of the model."""
+        """Map each of ``folder_tensors`` to its name in the folder, in the order of the model."""
         shapes, further = self.folder.shapes, self.folder.config.get(MORE_TOKENS) or 0
         if not isinstance(further, int):
             raise ValueError(f"{MORE_TOKENS} takes a whole number, got {further!r}")
@@ -143,11 +144,12 @@ class Published:
                 f"'{self.folder.path}' has layers that predict further tokens, which are not built (such as "
                 f"'{behind[0]}'): --accept-field {MORE_TOKENS} leaves them out"
             )
-        return match_names(self.model, {name: shape for name, shape in shapes.items() if name not in behind})
+        own = {name: shape for name, shape in shapes.items() if name not in behind}
+        return match_names(self.model, own)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self.folder.shapes[there] for name, there in self.names.items()}
+        return stored_tensors(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,8 +159,9 @@ class Published:
         return self.tensor(name).dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the model as a view of the mapped file."""
-        return self.folder.tensor(self.names[name])
+        """Return a tensor of the model: a view of the mapped file, or a copy where others lie in between."""
+        there = self.names
+        return self.model.tensor_names.taken(name, lambda n: self.folder.tensor(there[n])).contiguous()
 
     @cached_property
     def data(self) -> DataConfig:

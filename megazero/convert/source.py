@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,8 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
+from megazero.families.family import ExpertPlace
+from megazero.models.hf_weights import folder_tensors
 from megazero.models.placements import bias_placements, stored_tensors
 
 
@@ -65,7 +68,7 @@ class Source:
 
     @cached_property
     def tensors(self) -> list[Plain]:
-        """Every tensor under Hugging Face's name, in the order of the model. Raises ValueError if they do not fit."""
+        """Every stored tensor, in the order of the model. Raises CheckpointError if they do not fit."""
         wanted, shapes = stored_tensors(self.model), self.stored.shapes
         different = [n for n in wanted.keys() | shapes.keys() if wanted.get(n) != shapes.get(n)]
         if different:
@@ -81,7 +84,30 @@ class Source:
             Plain(name, dtypes[name] or self.stored.dtypes[name], shape) for name, shape in wanted.items()
         ]
 
+    @cached_property
+    def in_folder(self) -> list[Plain]:
+        """Every tensor that a folder has of them, in the same order."""
+        dtypes = {tensor.name: tensor.dtype for tensor in self.tensors}
+        dtypes |= {place.tensor: dtypes[name] for held in self._experts.values() for name, place in held}
+        return [Plain(name, dtypes[name], shape) for name, shape in folder_tensors(self.model).items()]
+
+    @cached_property
+    def _experts(self) -> Mapping[tuple[str, int], list[tuple[str, ExpertPlace]]]:
+        """The stored tensors that a folder's tensor holds of an expert, and their places."""
+        found: defaultdict[tuple[str, int], list[tuple[str, ExpertPlace]]] = defaultdict(list)
+        for tensor in self.tensors:
+            if place := self.model.tensor_names.in_folders(tensor.name):
+                found[place.tensor, place.expert].append((tensor.name, place._replace(expert=0)))
+        return found
+
     def pieces(self, tensor: Plain) -> Iterator[torch.Tensor]:
-        """Yield a tensor's pieces in order: whole rows, in its dtype, on the CPU."""
-        for first, rows in pieces(tensor.shape):
-            yield self.stored.read(tensor.name, first, rows).to(tensor.dtype)
+        """Yield the pieces of one of ``in_folder`` in order: whole rows, in its dtype, on the CPU."""
+        if tensor.name in self.stored.shapes:
+            for first, rows in pieces(tensor.shape):
+                yield self.stored.read(tensor.name, first, rows).to(tensor.dtype)
+            return
+        for expert in range(tensor.shape[0]):
+            whole = torch.empty(1, *tensor.shape[1:], dtype=tensor.dtype)
+            for name, place in self._experts[tensor.name, expert]:
+                place.of(whole).copy_(self.stored.read(name))
+            yield whole

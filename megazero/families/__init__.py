@@ -19,6 +19,7 @@ from megazero.families.gemma import GEMMA2, GEMMA3
 from megazero.families.glm import GLM, GLM4, GLM4_MOE
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
+from megazero.families.gpt_oss import GPT_OSS
 from megazero.families.llama import GRANITE, GRANITEMOE, LLAMA, MISTRAL, MIXTRAL, SMOLLM3
 from megazero.families.olmo2 import OLMO2, OLMO3, OLMOE
 from megazero.families.phi3 import PHI3
@@ -55,6 +56,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             DOTS1,
             DEEPSEEK_V2,
             DEEPSEEK_V3,
+            GPT_OSS,
         )
     }
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megazero.families.config_json.huggingface import HuggingFace
 from megazero.families.layer_kinds import layer_kinds
@@ -16,6 +17,22 @@ PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), *FILLING_HEADS)
 PLAIN_LAYER = {"qk_norm": "none", "transformer_block_type": "sequential"}
 
 
+_OF_EXPERT = re.compile(r"(.*\.)(\d+)\.(\w+\.\w+)")  # before it, its number, its own name
+
+
+class ExpertPlace(NamedTuple):
+    """Where an expert's parameter lies in a folder's tensor of all, [experts, in, out], of biases [experts, out]."""
+
+    tensor: str
+    expert: int
+    columns: slice
+
+    def of(self, whole: Any) -> Any:
+        """Return the parameter [out, in] or [out] as a view of the tensor."""
+        own = whole[self.expert][..., self.columns]
+        return own.T if own.ndim == 2 else own
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """A family's names for the tensors of a checkpoint, and how it stores them.
@@ -24,6 +41,9 @@ class TensorNames:
     begin with ``layer_prefix`` and the layer's number. In ``layer``, (module, part) stands for a part of one fused
     tensor, counted from 0: of q, k, v, or of the gate and the up projection. "{}" stands for an expert's number.
     Experts whose name is without it lie in one tensor [experts, out, in], whose parts follow each other along out.
+    A parameter without a module of its own, such as attention.sinks, stands for itself.
+    ``together`` maps an expert's parameter, by which a checkpoint has it, to what folders have instead: a tensor
+    [experts, in, out] of all, or of biases [experts, out], and which of its columns are the parameter's.
     ``transposed`` says that matrices of layers are stored [in, out].
     ``fused`` is the order of the rows of q, k, v in one tensor. With "sides", it has all of q, then all of k, then
     all of v, as other parts always lie. With "groups", it has the query heads, the key and the value of the first
@@ -40,6 +60,7 @@ class TensorNames:
     needs: Mapping[str, Any] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    together: Mapping[str, tuple[str, slice]] = field(default_factory=dict)
 
     def stored(self, name: str) -> tuple[str, int | None]:
         """Return the tensor that holds a parameter of the decoder and, if it is fused, which part of it."""
@@ -47,9 +68,24 @@ class TensorNames:
         if not module.startswith("layers."):
             return f"{self.model[module]}.{kind}", None
         _, index, module = module.split(".", 2)
+        if (own := self.layer.get(f"{module}.{kind}")) is not None:
+            return f"{self.layer_prefix}{index}.{own}", None
         entry = self.layer[module]
         tensor, part = entry if isinstance(entry, tuple) else (entry, None)
         return f"{self.layer_prefix}{index}.{tensor}.{kind}", part
+
+    def in_folders(self, stored: str) -> ExpertPlace | None:
+        """Return where folders have an expert's parameter that they have no tensor of."""
+        match = _OF_EXPERT.fullmatch(stored)
+        if match is None or match[3] not in self.together:
+            return None
+        tensor, columns = self.together[match[3]]
+        return ExpertPlace(match[1] + tensor, int(match[2]), columns)
+
+    def taken(self, stored: str, tensor: Callable[[str], Any]) -> Any:
+        """Return what a checkpoint has under this name, of a folder: a view. tensor: returns a folder's by name."""
+        place = self.in_folders(stored)
+        return tensor(stored) if place is None else place.of(tensor(place.tensor))
 
     def can_express(self, options: object) -> bool:
         """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""

@@ -49,13 +49,22 @@ def make_tables(masking: Masking, backend: str, length: int, like: Tensor) -> At
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float = 0.0, key: Key | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: AttentionTables,
+    dropout: float = 0.0,
+    key: Key | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention [queries, b, heads, d] of q [queries, b, heads, d] and of k and v [s, b, kv heads, d].
 
     Narrower values get zeros, and the result their width: most kernels take heads of one width.
     dropout: the probability of a weight to be dropped, with the mask of ``key``. Without a key nothing is dropped.
+    sinks: [heads], where ``Masking.sinks``: weights are exp(score) over sum of exp(scores) + exp(sink).
     """
+    assert tables.masking.sinks == (sinks is not None)
+    tables = tables._replace(sinks=sinks)
     compute = _WAYS[_way(tables.masking, tables.backend, q.device)].compute
     if key is None or dropout == 0:
         dropout, key = 0.0, None
@@ -276,11 +285,16 @@ def _by_flex(
 ) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     function: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex(q.is_cuda)
+    sinks = tables.sinks
     out = function(
         *(q, k, v, capped_scores(tables.masking.cap), tables.made),
         scale=tables.masking.scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=None if sinks is None else flex.AuxRequest(lse=True),
     )
+    if sinks is not None:  # which leave a share of each row
+        out, (sums, _) = out
+        out = out * (sums - sinks[:, None]).sigmoid().unsqueeze(-1).to(out.dtype)
     return out.permute(2, 0, 1, 3)
 
 

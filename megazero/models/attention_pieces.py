@@ -6,7 +6,9 @@ matrix lives only while its piece is computed. The backward computes scores agai
 et al. 2022), so between forward and backward there are q, k, v, the output and [b, heads, s].
 
     q, k, v, out   as in attention.py
-    sums           [b, heads, s], the log of each row's sum of exponentials, in at least fp32
+    sums           [b, heads, s], the log of each row's sum of exponentials, in at least fp32; with exp(sink) in it,
+                   where heads have sinks. With such sums and outputs the backward of q, k and v is that without sinks
+    sinks          [heads], or None
     bias           [queries, keys], added to scores; -inf for keys that are not seen
     pieces         int64 [n, 6] on the host: sample (-1: each one), first query, end of queries, first key, form, and
                    how far the queries lie before their position in the sample (Masking.queries). Padded with empty
@@ -85,7 +87,7 @@ def by_pieces(
     masking, matrix = tables.masking, tables.backend == "math"
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # else flash is silently wrong
     scores = (masking.scale, masking.cap, masking.window)
-    return _pieces(q, k, v, *tables.made, *scores, dropout, key, matrix)[0]
+    return _pieces(q, k, v, tables.sinks, *tables.made, *scores, dropout, key, matrix)[0]
 
 
 class _Piece(NamedTuple):
@@ -127,6 +129,7 @@ def _pieces(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     pieces: Tensor,
     starts: Tensor | None,
     scale: float,
@@ -156,6 +159,9 @@ def _pieces(
             )
         piece.take(out, piece.queries, groups).copy_(part)
         sums[piece.sample, :, piece.queries] = row_sums.flatten(0, 1)
+    if sinks is not None:
+        own, sums = sums, sums.logaddexp(sinks[:, None].to(sums.dtype))
+        out.mul_((own - sums).exp_().permute(2, 0, 1).unsqueeze(-1))
     return out, sums
 
 
@@ -216,15 +222,24 @@ def _(gradient: Tensor, out: Tensor, sums: Tensor, *inputs: Any) -> tuple[Tensor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:5])
-    ctx.scores = inputs[5:]
+    ctx.save_for_backward(*output, *inputs[:6])
+    ctx.scores = inputs[6:]
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-    out, sums, *inputs = ctx.saved_tensors
-    found = _pieces_backward(gradient, out, sums, *inputs, *ctx.scores)
-    return (*found, *([None] * 8))
+    out, sums, q, k, v, sinks, *made = ctx.saved_tensors
+    found = _pieces_backward(gradient, out, sums, q, k, v, *made, *ctx.scores)
+    return (*found, _of_sinks(gradient, out, sums, sinks), *([None] * 8))
+
+
+def _of_sinks(gradient: Tensor, out: Tensor, sums: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks: their values are zeros, which each row of outputs lacks."""
+    if sinks is None:
+        return None
+    weights = (sinks[:, None] - sums).exp()
+    rows = (gradient.to(sums.dtype) * out).sum(-1).permute(1, 2, 0)
+    return -(weights * rows).sum((0, 2)).to(sinks.dtype)
 
 
 _pieces.register_autograd(_differentiate, setup_context=_keep)

@@ -372,7 +372,7 @@ class Decoder(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Return the norms and biases, which get no weight decay."""
-        return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
+        return {name for name, p in self.specs.items() if p.vector}
 
     def padded(self) -> dict[str, int]:
         """Map the parameters whose rows are words to how many of their elements are not padding."""

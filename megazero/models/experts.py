@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel, summed
 from megazero.kernels.weighted_swiglu import weighted_swiglu
-from megazero.models.feed_forward import FeedForward, activation
+from megazero.models.feed_forward import FeedForward, activation, gated
 from megazero.moe import (
     Balance,
     BalanceLosses,
@@ -22,6 +22,7 @@ from megazero.moe import (
     LevelCounts,
     Router,
     RowCounts,
+    biased,
     dispatch_to,
     evened,
     route,
@@ -31,11 +32,14 @@ from megazero.tp import TensorParallel
 
 
 class Linear(nn.Module):
-    """Holds the matrix [out, in] of a linear without bias, or one of each expert, [experts, out, in]."""
+    """Holds the matrix [out, in] of a linear, or one of each expert, [experts, out, in]; with a bias [..., out]."""
 
-    def __init__(self, *shape: int, **factory: Any) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, *shape: int, bias: bool = False, **factory: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(shape[:-1], **factory)) if bias else None)
 
 
 class RouterWeights(Linear):
@@ -49,20 +53,22 @@ class RouterWeights(Linear):
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         assert config.num_experts is not None
-        super().__init__(config.num_experts, config.hidden_size, **factory)
+        super().__init__(config.num_experts, config.hidden_size, bias=config.add_bias_linear, **factory)
         # On the CPU: what is on the meta device has no value.
         bias = torch.zeros(config.num_experts, device="cpu") if config.moe_router_enable_expert_bias else None
         self.register_buffer("e_score_correction_bias", bias)
 
 
 class Experts(nn.Module):
-    """The matrices of this rank's experts, stacked: of each projection one Parameter [experts, out, in]."""
+    """The linears of this rank's experts, stacked: of each projection one Parameter [experts, out, in], and where
+    linears have biases one [experts, out]."""
 
     def __init__(self, config: ModelConfig, ep: ExpertParallel, **factory: Any) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.config, self.grouped = config, ep.product.grouped
         count, h, width = len(ep.own(config.num_experts)), config.hidden_size, config.expert_width
+        factory["bias"] = config.add_bias_linear
         self.gate_proj = Linear(count, width, h, **factory) if config.gated_mlp else None
         self.up_proj = Linear(count, width, h, **factory)
         self.down_proj = Linear(count, h, width, **factory)
@@ -70,18 +76,24 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
         """``rows`` [n, h] are ordered by expert, and end there at ``ends``. The result has the same shape.
 
-        A row's probability multiplies its activation, which is narrower than the output.
+        A row's probability multiplies its activation, which is narrower than the output, and the output's bias.
         """
-        up = self.grouped(rows, self.up_proj.weight, ends)
+        up = self._linear(self.up_proj, rows, ends)
         if self.gate_proj is None:
             inner = weighted(activation(self.config, up), probabilities)
         else:
-            gate = self.grouped(rows, self.gate_proj.weight, ends)
-            if self.config.swiglu:
+            gate = self._linear(self.gate_proj, rows, ends)
+            if self.config.plain_swiglu:
                 inner = weighted_swiglu(gate, up, probabilities)
             else:
-                inner = weighted(activation(self.config, gate) * up, probabilities)
-        return self.grouped(inner, self.down_proj.weight, ends)
+                inner = weighted(gated(self.config, gate, up), probabilities)
+        return self._linear(self.down_proj, inner, ends, probabilities)
+
+    def _linear(
+        self, linear: Linear, rows: Tensor, ends: Tensor, probabilities: Tensor | None = None
+    ) -> Tensor:
+        out = self.grouped(rows, linear.weight, ends)
+        return out if linear.bias is None else biased(out, linear.bias, ends, probabilities)
 
 
 def router_of(config: ModelConfig) -> Router:
@@ -142,7 +154,8 @@ class MixtureOfExperts(nn.Module):
         config, tokens = self.config, x.flatten(0, 1)
         assert config.num_experts is not None
         bias, even = self.router.e_score_correction_bias, self.even(x.shape[1])
-        routed = route(tokens, self.router.weight, self.choice, decision, bias, even)
+        linear = (self.router.weight, self.router.bias)
+        routed = route(tokens, linear, self.choice, decision, bias, even)
         probabilities = routed.probabilities
         if self.training and torch.is_grad_enabled():
             length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size

@@ -12,17 +12,26 @@ from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel,
 
 
 def activation(config: ModelConfig, x: Tensor) -> Tensor:
-    """Return f(x) of the configuration's MLP, or of its gate: SiLU, GELU or relu(x)^2."""
+    """Return f(x) of the configuration's MLP, or of its gate: SiLU, GELU, x sigmoid(1.702 x) or relu(x)^2."""
     if config.swiglu:
         return F.silu(x)
+    if config.quick_geglu:
+        return x * (1.702 * x).sigmoid()
     if config.squared_relu:
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if config.openai_gelu else "none")
 
 
+def gated(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+    """Return f(gate) * (up + offset), of a gate that is clamped from above, and of up that is on both sides."""
+    if (bound := config.activation_func_clamp_value) is not None:
+        gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
+    return activation(config, gate) * (up + config.glu_linear_offset if config.glu_linear_offset else up)
+
+
 class FeedForward(nn.Module):
-    """Computes down(f(gate(x)) * up(x)), where f is SiLU or GELU (SwiGLU and GEGLU, Shazeer 2020), or down(f(up(x))),
-    where f is GELU or relu(x)^2 (So et al. 2021). GELU is exact or by tanh."""
+    """Computes down(f(gate(x)) * up(x)), where f is SiLU or GELU, exact or by tanh or by a sigmoid (SwiGLU and GEGLU,
+    Shazeer 2020), or down(f(up(x))), where f is GELU or relu(x)^2 (So et al. 2021)."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, width: int | None = None, **factory: Any
@@ -41,4 +50,4 @@ class FeedForward(nn.Module):
             return self.down_proj(activation(self.config, self.up_proj(x)))
         linears = [(m.weight, m.bias) for m in (self.gate_proj, self.up_proj)]
         gate, up = column_parallel(x, linears, self.tp)
-        return self.down_proj(activation(self.config, gate) * up)
+        return self.down_proj(gated(self.config, gate, up))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,20 +23,51 @@ _BUFFERS = (
 )
 
 
-@torch.no_grad()
+Shapes = Mapping[str, tuple[int, ...]]
+
+
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
     """Copy a family's Hugging Face tensors into this rank's parameters and biases. Padding rows become zero.
 
     ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (``match_names``).
     Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
+    config = decoder.config
+    there = match_names(config, _shapes(state_dict))
+    _load(decoder, lambda name: config.tensor_names.taken(name, lambda whole: state_dict[there[whole]]))
+
+
+def load_stored(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a checkpoint's tensors, as ``load_hf_state_dict``."""
+    there = match_names(decoder.config, _shapes(tensors), stored_tensors)
+    _load(decoder, lambda name: tensors[there[name]])
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+@torch.no_grad()
+def _load(decoder: Decoder, stored: Callable[[str], Tensor]) -> None:
     placements = decoder.placements()
-    there = match_names(decoder.config, {name: tuple(value.shape) for name, value in state_dict.items()})
     for name, tensor in decoder.stored():
         tensor.zero_()
         for placement, local in placements[name].held(tensor):
-            for ours, theirs in placement.boxes(local, state_dict[there[placement.name]]):
+            for ours, theirs in placement.boxes(local, stored(placement.name)):
                 ours.copy_(theirs)
+
+
+def folder_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the names of a folder's tensors to their shapes: ``stored_tensors``, but where folders have experts of one
+    layer together."""
+    found, names, count = dict[str, tuple[int, ...]](), config.tensor_names, config.num_experts or 0
+    for name, shape in stored_tensors(config).items():
+        own = names.in_folders(name)
+        if own is None:
+            found[name] = shape
+        else:
+            found[own.tensor] = (count, *shape[:0:-1], shape[0] * (own.columns.step or 1))
+    return found
 
 
 def tied_head(config: ModelConfig) -> tuple[str, str] | None:
@@ -62,18 +93,19 @@ def _experts_apart(config: ModelConfig) -> int:
     return len(layers) * (config.num_experts or 0) if apart else 0
 
 
-def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Map the name of each tensor of the model to its name in ``shapes``, which maps the names there to shapes.
+def match_names(
+    config: ModelConfig, shapes: Shapes, tensors: Callable[[ModelConfig], Shapes] = folder_tensors
+) -> dict[str, str]:
+    """Map the names of a model's ``tensors`` to those in ``shapes``.
 
     Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2. A tied head
     may be present too.
     Raises ValueError listing every missing, unexpected or misshapen tensor, and every one under two names.
     """
-    if (experts := _experts_apart(config)) > len(shapes):  # whose names are not to be counted out
-        raise ValueError(
-            f"config.json has {experts} experts in all layers, and the files {len(shapes)} tensors"
-        )
-    wanted, tied = stored_tensors(config), tied_head(config)
+    held = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes.values())
+    if (experts := _experts_apart(config)) > held:  # whose names are not to be counted out
+        raise ValueError(f"config.json has {experts} experts in all layers, and the files {held} tensors")
+    wanted, tied = tensors(config), tied_head(config)
     prefix = next(iter(wanted)).split(".", 1)[0] + "."
     ours, errors = dict[str, str](), list[str]()
     for there in shapes:

@@ -20,6 +20,7 @@ class Masking(NamedTuple):
     starts: int64 [b, queries], where in the sample each query's document begins, if attention stays within documents;
         on the host, so that nobody waits for a device to know where they end.
     queries: where in the sample the queries are, in ascending order; None: they are all that there are keys of.
+    sinks: whether softmax's sums have a term beside the keys', exp(sink), of a sink of each head.
     """
 
     scale: float
@@ -27,12 +28,13 @@ class Masking(NamedTuple):
     window: int | None = None
     starts: Tensor | None = None
     queries: tuple[range, ...] | None = None
+    sinks: bool = False
 
     @property
     def plain(self) -> bool:
         """Tell whether torch's causal attention is all."""
         described = self.window, self.starts, self.queries
-        return not self.cap and all(each is None for each in described)
+        return not (self.cap or self.sinks) and all(each is None for each in described)
 
     def chunks(self, length: int) -> tuple[range, ...]:
         """Return where in samples of ``length`` tokens the queries are."""
@@ -64,9 +66,10 @@ class Masking(NamedTuple):
 
 class AttentionTables(NamedTuple):
     """What the layers of one kind are given for one micro-batch: ``masking``, the backend that computes it, and what
-    that backend made of documents and positions.
+    that backend made of documents and positions. sinks: [heads], of the layer that attends, where masking has some.
     """
 
     masking: Masking
     backend: str
     made: Any = None
+    sinks: Tensor | None = None

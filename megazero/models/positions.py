@@ -131,7 +131,8 @@ class Positions:
         def made() -> AttentionTables:
             scale, cap = MIXERS[kind.mixer](config).heads.scale, config.attn_logit_softcapping
             queries = None if chunks is None else tuple(chunks)
-            masking = Masking(scale, cap, window, documents.starts, queries)
+            sinks = config.softmax_type != "vanilla"
+            masking = Masking(scale, cap, window, documents.starts, queries, sinks)
             return make_tables(masking, backend, length, like)
 
         return _once(

@@ -3,7 +3,7 @@
 from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel
 from megazero.moe.dispatch import Dispatch, LevelCounts, RowCounts, TwoLevels, dispatch_to
-from megazero.moe.routing import Decision, Router, evened, route, weighted
+from megazero.moe.routing import Decision, Router, biased, evened, route, weighted
 
 __all__ = [
     "Balance",
@@ -15,6 +15,7 @@ __all__ = [
     "Router",
     "RowCounts",
     "TwoLevels",
+    "biased",
     "dispatch_to",
     "evened",
     "route",

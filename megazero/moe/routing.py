@@ -170,10 +170,10 @@ class _Logits(torch.autograd.Function):
     """The product of tokens and the router's weight in at least fp32, which keeps both in their own dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), weight.to(wide))
+        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
     @staticmethod
     @once_differentiable
@@ -181,12 +181,13 @@ class _Logits(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         to_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         to_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return to_x, to_weight
+        to_bias = grad.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return to_x, to_weight, to_bias
 
 
 def route(
     x: Tensor,
-    weight: Tensor,
+    linear: tuple[Tensor, Tensor | None],
     router: Router,
     decision: Decision,
     bias: Tensor | None = None,
@@ -194,10 +195,11 @@ def route(
 ) -> Routed:
     """Return where tokens go.
 
-    x: tokens [T, h]. weight: of the router, [experts, h]. bias: fp32 [experts], added to what experts are chosen by.
+    x: tokens [T, h]. linear: the router's weight [experts, h] and bias [experts], if it has one. bias: fp32
+    [experts], added to what experts are chosen by.
     even: what experts are chosen by instead, as in ``Router.ranks``.
     """
-    logits = _Logits.apply(x, weight)
+    logits = _Logits.apply(x, *linear)
     if decision.experts is None:
         decision.experts = router.best(router.ranks(logits.detach(), bias, even)).to(torch.int32)
     experts = decision.experts.long()
@@ -227,3 +229,42 @@ class _Weighted(torch.autograd.Function):
         rows, probabilities = ctx.saved_tensors
         to_rows = torch.mul(grad, probabilities.unsqueeze(-1), out=torch.empty_like(rows))
         return to_rows, (grad.to(probabilities.dtype) * rows).sum(-1)
+
+
+def biased(rows: Tensor, bias: Tensor, ends: Tensor, probabilities: Tensor | None = None) -> Tensor:
+    """Return ``rows`` [n, w] plus each one's expert's ``bias`` [experts, w], times its probability [n] if given.
+
+    ends: int32 [experts], where each expert's rows end.
+    """
+    return _Biased.apply(rows, bias, ends, probabilities)
+
+
+class _Biased(torch.autograd.Function):
+    """Multiplies by a matrix [n, experts] that has one value in each row: its transpose adds up the gradient of a
+    bias in an order that repeats, as adding row by row on CUDA does not."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor, probabilities: Tensor | None) -> Tensor:
+        ctx.save_for_backward(bias, ends, probabilities)
+        return torch.addmm(rows, _values_of_experts(rows, _experts_of(rows, ends), ends, probabilities), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        bias, ends, probabilities = ctx.saved_tensors
+        experts = _experts_of(grad, ends)
+        to_bias = _values_of_experts(grad, experts, ends, probabilities).t() @ grad
+        if probabilities is None:
+            return grad, to_bias, None, None
+        return grad, to_bias, None, (grad.to(probabilities.dtype) * bias[experts]).sum(-1)
+
+
+def _experts_of(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the expert of each row, int64 [n]."""
+    return torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
+
+
+def _values_of_experts(rows: Tensor, experts: Tensor, ends: Tensor, values: Tensor | None) -> Tensor:
+    """Return [n, experts], like ``rows``, zero but for each row's value at its expert; 1 without values."""
+    ones = rows.new_ones(len(rows)) if values is None else values.to(rows.dtype)
+    return rows.new_zeros(len(rows), len(ends)).scatter_(1, experts.unsqueeze(1), ones.unsqueeze(1))

@@ -23,7 +23,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
-from megazero.models.hf_weights import load_hf_state_dict
+from megazero.models.hf_weights import load_stored
 
 FilePath = str | Path
 
@@ -92,7 +92,7 @@ def load_text_model(
     # Samples grow by a token at a time, and flex attention would be compiled for each length.
     backend = "auto" if wants_of(config, documents=False) <= PLAIN else "math"
     decoder = Decoder(config, attention_backend=backend, device=device, dtype=dtype)
-    load_hf_state_dict(decoder, store.load_full(path))
+    load_stored(decoder, store.load_full(path))
     return TextModel(decoder.eval(), tokenizer)
 
 

@@ -129,7 +129,8 @@ class ExpectedBytes:
             sizes=[axis.size for axis in axes],
             indices=[axis.index(rank) for axis in axes],
         )
-        partial = sum(high - low for slot, low, high, _ in layout.ranges(cut.os) if traits[slot.name].partial)
+        runs = [run for piece in layout.pieces(cut.os) for run in layout.runs_of(piece, traits)]
+        partial = sum(stop - start for start, stop, mine in runs if mine.partial)
         return LaidOut(replace(shape, partial=partial), layout, traits)
 
     def _meetings(self, units: Sequence[UnitShape], leaves: bool, arrives: bool) -> Bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megazero.config import RunConfig
 from megazero.config.options.sections import OuterConfig
@@ -172,7 +173,7 @@ class Reference:
         if decision.experts is None:
             return
         chosen, router = decision.experts.long(), mixture.router
-        logits = (x.flatten(0, 1) @ router.weight.t()).detach()
+        logits = F.linear(x.flatten(0, 1), router.weight, router.bias).detach()
         ranks = mixture.choice.ranks(logits, router.e_score_correction_bias, mixture.even(x.shape[1]))
         least = mixture.choice.regret(ranks, chosen)
         twice = (chosen.sort().values.diff() == 0).any()

@@ -29,6 +29,7 @@ from megazero.comm.made_once import made_once
 from megazero.comm.wire import filled
 
 Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,17 @@ class UnitLayout:
             if low < high:
                 out.append((slot, low - slot.start, high - slot.start, piece.compact + low - piece.start))
         return out
+
+    def runs_of(self, piece: Piece, values: Mapping[str, Value]) -> Iterator[tuple[int, int, Value]]:
+        """Yield the compact ranges of a piece whose parameters have one of the ``values``, with it. Padding is in the
+        range before it."""
+        cuts: list[tuple[int, Value]] = []
+        for slot, _, _, at in self.ranges_of(piece):
+            if not cuts or cuts[-1][1] != values[slot.name]:
+                cuts.append((at, values[slot.name]))
+        ends = [*(start for start, _ in cuts[1:]), piece.compact + piece.numel]
+        for (start, mine), stop in zip(cuts, ends, strict=False):  # a piece that is all padding has no cut
+            yield start, stop, mine
 
     @made_once
     def gaps(self, level: int = 0) -> list[tuple[int, int]]:

@@ -98,12 +98,7 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
     runs = []
     pieces = zip(layout.pieces(axes.os), layout.within(axes.os, axes.g), strict=True)
     for region, (piece, in_grad) in enumerate(pieces):
-        cuts: list[tuple[int, Traits]] = []
-        for slot, _, _, at in layout.ranges_of(piece):
-            if not cuts or cuts[-1][1] != traits[slot.name]:
-                cuts.append((at, traits[slot.name]))
-        ends = [*(start for start, _ in cuts[1:]), piece.compact + piece.numel]
-        for (start, mine), stop in zip(cuts, ends, strict=False):  # an all-padding piece has no cut
+        for start, stop, mine in layout.runs_of(piece, traits):
             if not mine.frozen:
                 inside, leaf = start - piece.compact, nn.Parameter(unit.master.value[start:stop])
                 origin = region, piece.start + inside - layout.regions[region][0]

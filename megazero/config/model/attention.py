@@ -14,13 +14,14 @@ from megazero.config.model.section import ModelConfig
 DENSE_TOKENS = 2048  # the longest sample for which a mask [b or 1, 1, s, s] is made
 BAND = 256  # queries of a piece that has a matrix of scores or a bias (models/attention_pieces.py)
 DOCUMENTS, WINDOWS, CAPS = "documents", "windows", "capped scores"
-DROPOUT, CHUNKS = "dropout", "chunks of queries"
+DROPOUT, CHUNKS, SINKS = "dropout", "chunks of queries", "sinks"
 ODD_HEADS = "heads whose width is no multiple of 8 or above 256"
 # Where each want comes from, for errors.
 ASKED_BY = {
     DOCUMENTS: "--reset-attention-mask",
     WINDOWS: "--sliding-window",
     CAPS: "--attn-logit-softcapping",
+    SINKS: "--softmax-type",
     DROPOUT: "--attention-dropout",
     ODD_HEADS: "--kv-channels",
     CHUNKS: "--context-parallel-size: ranks that gather keys",
@@ -57,14 +58,14 @@ class Backend:
 _ALL = (16, 32, 64)
 # Of each device in the order in which ``auto`` prefers them. Plain attention, also with dropout, is torch's choice.
 BACKENDS = (
-    Backend("flash", "cpu", (_MASKS | {ODD_HEADS, CHUNKS},), _ALL),
-    Backend("math", "cpu", (_MASKS | PLAIN | {CAPS, CHUNKS},), _ALL),
+    Backend("flash", "cpu", (_MASKS | {ODD_HEADS, CHUNKS, SINKS},), _ALL),
+    Backend("math", "cpu", (_MASKS | PLAIN | {CAPS, CHUNKS, SINKS},), _ALL),
     Backend("flash", "cuda", (_MASKS | {CHUNKS}, PLAIN)),
     Backend("flash-attn", "cuda", tuple(_MASKS | {CHUNKS, each} for each in (CAPS, DROPOUT))),
-    Backend("flex", "cuda", (_MASKS | {CAPS, ODD_HEADS, CHUNKS},), (16, 32)),
+    Backend("flex", "cuda", (_MASKS | {CAPS, ODD_HEADS, CHUNKS, SINKS},), (16, 32)),
     Backend("efficient", "cuda", (_MASKS | PLAIN,), (16, 32), dense=True),
     Backend("cudnn", "cuda", (frozenset({DROPOUT}),)),
-    Backend("math", "cuda", (_MASKS | PLAIN | {CAPS, CHUNKS},), _ALL),
+    Backend("math", "cuda", (_MASKS | PLAIN | {CAPS, CHUNKS, SINKS},), _ALL),
 )
 TORCH = "torch"  # scaled_dot_product_attention with the kernel that torch prefers
 CHOICES = ("auto", *dict.fromkeys(each.name for each in BACKENDS))
@@ -86,6 +87,7 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, ch
         DROPOUT: bool(model.attention_dropout),
         ODD_HEADS: any(heads.width % 8 or heads.width > 256 for heads in every),
         CHUNKS: chunks,
+        SINKS: model.softmax_type != "vanilla",
     }
     return frozenset(want for want, asked in held.items() if asked)
 

@@ -94,9 +94,19 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
+    def of_a_token(self) -> int:
+        """Return the elements that one token meets."""
+        return self.numel * self.of_token // max(self.experts, 1)
+
+    @property
     def multiply_adds(self) -> int:
         """Return the multiply-adds of one token."""
-        return self.multiplies * self.numel * self.of_token // max(self.experts, 1)
+        return self.multiplies * self.of_a_token
+
+    @property
+    def vector(self) -> bool:
+        """Tell whether it is a norm's, a bias or sinks, of experts a bias of each, which get no weight decay."""
+        return len(self.shape) - (self.experts > 0) == 1
 
     @property
     def of_one(self) -> ParameterSpec:

@@ -86,7 +86,7 @@ def frequencies(model: ModelConfig) -> Iterator[str]:
 
 
 def experts(model: ModelConfig) -> Iterator[str]:
-    """Report routers that cannot choose as asked, and experts with biases, which are not built."""
+    """Report routers that cannot choose as asked."""
     count, topk = model.num_experts, model.moe_router_topk
     if count is None:
         return
@@ -98,8 +98,6 @@ def experts(model: ModelConfig) -> Iterator[str]:
             "score of one expert, whatever the others' are"
         )
     yield from _groups(model, count)
-    if model.add_bias_linear:
-        yield "--num-experts does not take biases in the MLP; nearest: --disable-bias-linear"
 
 
 def _groups(model: ModelConfig, count: int) -> Iterator[str]:

@@ -14,9 +14,10 @@ from megazero.config.options.fields import ORDER, UPDATE, option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
 # What an MLP may have instead of GELU behind one matrix, of which it has one.
-ACTIVATIONS = ("squared_relu", "geglu", "swiglu")
+ACTIVATIONS = ("squared_relu", "geglu", "quick_geglu", "swiglu")
 # Needs (options/needs.py).
-GELU = "GELU (--no-swiglu, and no --squared-relu)"
+GELU = "GELU (--no-swiglu, and no --squared-relu or --quick-geglu)"
+GATED = "swiglu or geglu or quick_geglu: a gated MLP (--swiglu, --geglu or --quick-geglu)"
 EXPERTS = "num_experts > 1"
 ROPE = "position_embedding_type = rope"
 OWN_FACTOR = "not rotary_attention_factor: the computed attention factor (no --rotary-attention-factor)"
@@ -145,14 +146,29 @@ class ModelConfig(MixerOptions):
         choices=tuple(LAYER_NORMS),
     )
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
-    swiglu: bool = option(MISSING, "SwiGLU MLP, else GELU (by family; off with --geglu and --squared-relu)")
+    swiglu: bool = option(
+        MISSING, "SwiGLU MLP, else GELU (by family; off with --geglu, --quick-geglu and --squared-relu)"
+    )
     geglu: bool = option(False, "GELU as the gate of the MLP instead of SwiGLU's SiLU (Gemma; by family)")
+    quick_geglu: bool = option(
+        False, "x sigmoid(1.702 x) as the gate of the MLP instead of SwiGLU's SiLU (gpt-oss; by family)"
+    )
+    activation_func_clamp_value: float | None = option(
+        None,
+        "bound of what the MLP's activation is computed of: from above, and on both sides of what the gate "
+        "multiplies (by family; default: none)",
+        above=0,
+        needs=GATED,
+    )
+    glu_linear_offset: float = option(
+        0.0, "number that is added to what the MLP's gate multiplies (by family)", needs=GATED
+    )
     squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
     openai_gelu: bool = option(
         True,
         "GELU by tanh, else by the error function (by family; off in family gpt without --add-bias-linear, as in "
         "Megatron)",
-        needs=(f"not swiglu: {GELU}", f"not squared_relu: {GELU}"),
+        needs=tuple(f"not {other}: {GELU}" for other in ("swiglu", "squared_relu", "quick_geglu")),
     )
     add_bias_linear: bool = option(MISSING, "biases in linears (by family)", negative="disable-bias-linear")
     untie_embeddings_and_output_weights: bool = option(
@@ -240,7 +256,12 @@ class ModelConfig(MixerOptions):
     @property
     def gated_mlp(self) -> bool:
         """Tell whether the MLP has a third matrix, which makes its gate."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
+
+    @property
+    def plain_swiglu(self) -> bool:
+        """Tell whether the MLP is silu(gate) * up, of whatever values."""
+        return self.swiglu and self.activation_func_clamp_value is None and not self.glu_linear_offset
 
     @property
     def expert_width(self) -> int:
@@ -336,7 +357,7 @@ def _of_mup(done: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_gelu(done: Mapping[str, Any]) -> bool:
     """Tell whether the MLP has GELU, of options that families completed."""
-    return not done.get("swiglu") and not done.get("squared_relu")
+    return not any(done.get(name) for name in ("swiglu", "squared_relu", "quick_geglu"))
 
 
 def as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -313,9 +313,13 @@ def _mlp(c: ModelConfig, name: str = "mlp", width: int | None = None) -> Block:
         *column(c, f"{name}.up_proj", ffn, bias),
         *row(c, f"{name}.down_proj", ffn, bias),
     ]
-    # Up (and gate, f(gate)) and down's input.
-    moved, kept = (5 * ffn, 4 * ffn) if c.gated_mlp else (2 * ffn, 2 * ffn)
-    return Block(tuple(parameters), moved, kept, gradients=2 * ffn)
+    # Up (and gate, f(gate)) and down's input. Of other gates than SiLU and GELU a sigmoid, and clamped gate and up.
+    moved, kept = (5, 4) if c.gated_mlp else (2, 2)
+    if c.quick_geglu:
+        moved, kept = moved + 5, kept + 1
+    if c.activation_func_clamp_value is not None:
+        moved, kept = moved + 4, kept + 2
+    return Block(tuple(parameters), moved * ffn, kept * ffn, gradients=2 * ffn)
 
 
 def _experts(c: ModelConfig) -> Block:
@@ -329,7 +333,9 @@ def _experts(c: ModelConfig) -> Block:
     stacked = [
         replace(p, shape=(count, *p.shape), cut=None, experts=count, of_token=topk) for p in each.parameters
     ]
-    router = ParameterSpec("mlp.router.weight", (count, h), std=c.matrix_std, multiplies=True)
+    weight = ParameterSpec("mlp.router.weight", (count, h), std=c.matrix_std, multiplies=True)
+    bias = replace(weight, name="mlp.router.bias", shape=(count,), multiplies=False)
+    router = (weight, bias) if c.add_bias_linear else (weight,)
     beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block((), 0, 0)
     gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.matrix_std, multiplies=True)
     gated = (gate,) if shared and c.moe_shared_expert_gate else ()
@@ -339,9 +345,9 @@ def _experts(c: ModelConfig) -> Block:
     # it moves counts as before until a card has measured it. Scores are in fp32 and indices in int64: some elements
     # of each expert and row. Behind a gate an output is kept.
     width, scores, kept_gate = c.expert_width, 2 * count + 16 * topk, h if gated else 0
-    kept = 3 * width if c.swiglu else each.kept + width
+    kept = 3 * width if c.plain_swiglu else each.kept + width
     return Block(
-        (router, *stacked, *beside.parameters, *gated),
+        (*router, *stacked, *beside.parameters, *gated),
         moved=topk * (each.moved + (13 * h + 14 * width) // 3) + beside.moved + scores,
         kept=topk * (h + kept) + beside.kept + scores + kept_gate,
         gradients=topk * (each.gradients + 2 * h) + beside.gradients,
@@ -374,7 +380,7 @@ def parameter_count(config: ModelConfig, vocabulary: int | None = None) -> int:
 def active_count(config: ModelConfig) -> int:
     """Count the parameters that one token meets: of experts those that it goes to."""
     spec = model_spec(config)
-    idle = sum(len(kind.places) * (kind.matrices - kind.multiply_adds) for kind in spec.layers)
+    idle = sum(len(kind.places) * (p.numel - p.of_a_token) for kind in spec.layers for p in kind.parameters)
     return parameter_count(config) - idle
 
 

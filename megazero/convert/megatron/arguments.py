@@ -43,9 +43,6 @@ DECIDING: Mapping[str, Collection[Any]] = {
             "hybrid_override_pattern",
             "hybrid_attention_ratio",
             "hybrid_mlp_ratio",
-            "quick_geglu",
-            "glu_linear_offset",
-            "activation_func_clamp_value",
             "use_mup",
             "retro_add_retriever",
             "enable_gpt_oss",
@@ -73,7 +70,6 @@ DECIDING: Mapping[str, Collection[Any]] = {
         ),
         (),
     ),
-    "softmax_type": ("vanilla",),
 }
 # About the machine and the finished run: the weights, or whoever starts the next run, decide these.
 _OF_THE_RUN = re.compile(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.config_json.known_fields import INERT, ONLY, refusal
+from megazero.families.config_json.known_fields import CURES, INERT, ONLY, refusal
 from megazero.families.layer_kinds import MOST_LAYERS
 
 Config = Mapping[str, Any]
@@ -159,6 +159,7 @@ class HuggingFace:
         for name, value in config.items():
             allowed = self.only.get(name) or ONLY.get(name)
             if allowed is not None and value not in allowed:
-                yield f"{name} = {value!r} is not supported (only {', '.join(map(repr, allowed))})"
+                cure = f": {CURES[name]}" if name in CURES else ""
+                yield f"{name} = {value!r} is not supported (only {', '.join(map(repr, allowed))}){cure}"
             elif not self.knows(name):
                 yield f"{name} = {value!r} {refusal(name)}"

@@ -108,6 +108,10 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "apply_residual_connection_post_layernorm": (False,),
 }
+CURES: Mapping[str, str] = {
+    "quantization_config": "weights are read in bf16, fp16 or fp32. transformers dequantises, of MXFP4 by "
+    "from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(OTHER)"
+}
 # Of near relatives, by the reason.
 REFUSED = (
     ("logit*_scal*", "scales the logits, which this family does not here"),

@@ -71,13 +71,13 @@ def _types(options: Any) -> list[str]:
     return [FULL if kind.window is None else SLIDING for kind in layer_kinds(options)]
 
 
-def every_nth_full(pattern: int, name: str | None = None) -> FieldGroup:
-    """Return windows of 4096 in all but every ``pattern``-th layer. ``name`` is a field of the pattern."""
+def every_nth_full(pattern: int, name: str | None = None, width: int = 4096) -> FieldGroup:
+    """Return windows, by default of ``width``, in all but every ``pattern``-th layer. ``name`` is a field of that."""
 
     def read(config: Config) -> dict[str, Any]:
         every = (name and config.get(name)) or pattern
         return _windows(
-            config, config.get("sliding_window", 4096), lambda i: (i + 1) % every != 0, "sliding_window"
+            config, config.get("sliding_window", width), lambda i: (i + 1) % every != 0, "sliding_window"
         )
 
     def write(options: Any) -> dict[str, Any]:

@@ -42,7 +42,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 # Families whose fields do not show it.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
-    "gpt_oss": ("sinks of attention",),
     "dbrx": (EXPERTS,),
     "bloom": ("ALiBi, with which nobody has pretrained since 2023",),
     "mamba*": (STATE_SPACE,),

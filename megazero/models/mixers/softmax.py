@@ -38,6 +38,9 @@ class SoftmaxAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             config.query_projection_size, h, tp, bias=config.add_attention_bias, **factory
         )
+        heads = tp.share(config.num_attention_heads, "num_attention_heads")
+        learnt = config.softmax_type == "learnable"
+        self.sinks = nn.Parameter(torch.empty(heads, **factory)) if learnt else None
         self.norms_all_heads = config.qk_norm == "all-heads"
         self.q_norm, self.k_norm = (
             make_norm(
@@ -68,5 +71,13 @@ class SoftmaxAttention(nn.Module):
             q, k = (Rotate.apply(x, *tables.rotary, self.config.rotary_interleaved) for x in (q, k))
         q, k, v = swap((q, k, v), self.cp)
         k, v = gather((k, v), self.cp)
-        out = attend(q, k, v, tables.attention, self.config.attention_dropout, key)
+        out = attend(
+            q, k, v, tables.attention, self.config.attention_dropout, key, self._own_sinks(q.shape[2])
+        )
         return swap_back(out, self.cp).flatten(2)
+
+    def _own_sinks(self, heads: int) -> Tensor | None:
+        """Return the sinks of the ``heads`` that this rank has between the swaps, [heads]: learned ones, or zeros."""
+        if self.config.softmax_type == "off-by-one":
+            return self.o_proj.weight.new_zeros(heads)
+        return None if self.sinks is None else self.sinks.narrow(0, self.cp.heads.rank * heads, heads)

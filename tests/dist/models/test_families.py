@@ -22,13 +22,13 @@ import torch
 from megazero.config import World
 from megazero.config.model.architecture import from_hf_config
 from megazero.models import Decoder
-from megazero.models.hf_weights import load_hf_state_dict
+from megazero.models.hf_weights import load_stored
 from megazero.train import parallelize
 from megazero.train.distributed import make_mesh
 from tests.dist import parity
 from tests.dist.parity_cases import SIZES, Case, Model
 from tests.dist.pool import run_ranks
-from tests.family_models import BIAS, VARIANTS, in_files, make
+from tests.family_models import BIAS, VARIANTS, in_checkpoints, in_files, make
 from tests.family_models import stored as of_model
 from tests.hugging_face import to_hf_state_dict
 from tests.oracle import in_fp64
@@ -92,7 +92,7 @@ LAYOUTS = {
 # Always, on the quickest layouts: biases and a tied head, dense and mixed layers, groups of experts, latents.
 CORE = {
     "pp2-dp2": ("qwen3-biases-tied", "qwen2_moe-dense-layers", "deepseek_v2-groups-yarn"),
-    "dp4-ep2": ("glm4_moe-groups-tied",),
+    "dp4-ep2": ("glm4_moe-groups-tied", "gpt_oss"),
 }
 
 
@@ -123,17 +123,16 @@ class Theirs:
         draw = np.random.default_rng(0)
         with torch.no_grad():
             for name, p in of_model(model).items():
-                norm = p.ndim == 1 and not name.endswith("bias")  # of routers, too
+                norm = p.ndim == 1 and not name.endswith(("bias", "sinks"))  # of routers, too
                 # fp32 numbers in fp64, too: initial values are handed over in fp32
                 p.copy_(torch.from_numpy(draw.normal(float(norm), STD, p.shape).astype(np.float32)))
         return cls(case, model)
 
     def named(self, gradients: bool = False) -> dict[str, torch.Tensor]:
-        """What is stored, or gradients, by the names in files."""
-        aliases = self.case.config().model.tensor_names.aliases
+        """What is stored, or gradients, by the names in checkpoints."""
         held = {name: p.grad if gradients else p.detach() for name, p in of_model(self.model).items()}
         each = in_files(self.model, {n: tensor for n, tensor in held.items() if tensor is not None})
-        return {aliases.get(name, name): tensor for name, tensor in each.items()}
+        return in_checkpoints(self.case.config().model, each)
 
     def backward(self, step: int) -> float:
         """Mean loss over the tokens of the step that count; gradients in .grad."""
@@ -146,9 +145,12 @@ class Theirs:
         return loss.item()
 
     def train(self, steps: int) -> list[float]:
-        o, parameters = self.case.config().optimizer, list(self.model.parameters())
+        o, named = self.case.config().optimizer, list(self.model.named_parameters())
         groups = [
-            {"params": [p for p in parameters if (p.ndim == 1) == plain], "weight_decay": decay}
+            {
+                "params": [p for n, p in named if (p.ndim == 1 or n.endswith("_bias")) == plain],
+                "weight_decay": decay,
+            }
             for plain, decay in ((True, 0.0), (False, o.weight_decay))
         ]
         adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
@@ -191,7 +193,7 @@ def stored(case: Case, whole: Mapping[str, np.ndarray], state: Arrays) -> Arrays
 def loaded(state: Arrays, decoder: Decoder, _: int) -> Callable[[str], torch.Tensor]:
     """In place of random initial weights: this tensor-parallel rank's part of ``state``."""
     whole = Decoder(decoder.config, decoder.tp, ep=decoder.ep)
-    load_hf_state_dict(whole, {name: torch.from_numpy(values) for name, values in state.items()})
+    load_stored(whole, {name: torch.from_numpy(values) for name, values in state.items()})
     held, biases = dict(whole.named_parameters()), dict(whole.named_buffers())
     for name, bias in decoder.named_buffers():
         bias.copy_(biases[name])

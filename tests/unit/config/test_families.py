@@ -25,6 +25,7 @@ from tests.messages import refused
 from tests.unit.config.command_lines import WORLD, rows, run
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+UNROUNDED = {"original_max_position_embeddings": 4096, "truncate": False}
 # As published (by memory), with what classes of today do not have any more.
 PUBLISHED = {
     "llama-2-7b": (
@@ -126,6 +127,19 @@ PUBLISHED = {
         | {"rope_theta": 10000000, "rope_scaling": None, "rms_norm_eps": 1e-05, "sliding_window": None}
         | {"max_position_embeddings": 32768, "vocab_size": 152064, "tie_word_embeddings": False},
         "dots1",
+    ),
+    "gpt-oss-20b": (
+        {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True}
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128}
+        | {
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+            | UNROUNDED
+        }
+        | {"rope_theta": 150000, "max_position_embeddings": 131072, "initial_context_length": 4096}
+        | {"rms_norm_eps": 1e-05, "hidden_act": "silu", "vocab_size": 201088, "tie_word_embeddings": False},
+        "gpt_oss",
     ),
     "phi-4-mini": (
         {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
@@ -242,6 +256,9 @@ Llama {"quantization_config": {"bits": 4}} -> quantization_config = {'bits': 4}
 Llama {"per_layer_config": {"0": {}}} -> per_layer_config = {'0': {}}
 Llama {"some_new_thing": 1} -> some_new_thing = 1
 Llama {"auto_map": {}} -> auto_map = {}
+GptOss {"quantization_config": {"quant_method": "mxfp4"}} -> quantization_config; Mxfp4Config(dequantize=True)
+GptOss {"swiglu_alpha": 2.0} -> swiglu_alpha = 2.0
+GptOss {"initial_context_length": 8192} -> initial_context_length = 8192
 Qwen2 {"layer_types": ["full_attention", "sliding_attention"]} -> layer_types; use_sliding_window
 Qwen2 {"layer_types": ["chunked_attention", "chunked_attention"]} -> layer_types; chunked_attention
 Qwen2 {"layer_types": ["full_attention"]} -> layer_types; 1 layers; num_hidden_layers
@@ -319,7 +336,6 @@ def test_what_is_not_understood_is_an_error(typed, named):
         ("Phimoe", ["a mixture of experts (num_local_experts = 16)"]),
         ("MiniCPM3", ["latent attention (kv_lora_rank = 256)"]),
         ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
-        ("GptOss", ["sinks of attention", "a mixture of experts"]),
         ("Qwen3Next", ["linear attention", "a mixture of experts"]),
         ("Mamba", ["state space layers"]),
         ("RecurrentGemma", ["recurrent layers"]),
@@ -524,6 +540,7 @@ def test_which_layers_of_a_mixture_have_experts(fields, experts):
         ("granite-3.0-1b-a400m", 1_334_628_352, 0.43e9),
         ("glm-4.5-air", 106_852_245_504, 13.4e9),
         ("dots.llm1", 142_774_373_888, 14.0e9),
+        ("gpt-oss-20b", 20_914_757_184, 4.187e9),  # 3.6 billion, as published, without the embedding
     ],
 )
 def test_a_published_mixture_has_its_parameters(name, count, active):
@@ -533,7 +550,8 @@ def test_a_published_mixture_has_its_parameters(name, count, active):
     # Attention's products of positions besides; the embedding is looked up.
     per_token, looked_up = training_flops(model, [4096]) / 4096, model.vocabulary * model.hidden_size
     looked_up *= model.untie_embeddings_and_output_weights
-    attention = model.num_layers * 4096 * model.query_projection_size
+    unseen = sum((1 - kind.window / 4096) ** 2 for kind in layer_kinds(model) if kind.window)
+    attention = (model.num_layers - unseen) * 4096 * model.query_projection_size
     assert per_token == pytest.approx(6 * (active_count(model) - looked_up + attention), rel=1e-3)
 
 

@@ -224,7 +224,6 @@ EXPERTS --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 1 
 EXPERTS --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel
     -> --tensor-model-parallel-size 2; 1
 EXPERTS --tensor-model-parallel-size 2 -> --num-experts; --tensor-model-parallel-size; --sequence-parallel
---num-experts 4 --add-bias-linear -> --num-experts; --disable-bias-linear
 EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --outer-interval 4
     -> --moe-router-enable-expert-bias; --moe-router-load-balancing-type seq_aux_loss with --moe-aux-loss-coeff
 --checkpoint-activations --recompute-granularity selective -> --checkpoint-activations; --recompute-granularity
@@ -273,6 +272,9 @@ EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 --sliding-window 7 --window-attn-skip-freq [1,0 -> --window-attn-skip-freq
 --sliding-window 7 --window-attn-skip-freq [print()] -> --window-attn-skip-freq
 --geglu --swiglu -> --geglu; --swiglu
+--quick-geglu --swiglu -> --quick-geglu; --swiglu
+--activation-func-clamp-value 0 -> --activation-func-clamp-value 0
+--softmax-type sink -> --softmax-type; learnable
 --main-grads-dtype fp16 -> --main-grads-dtype fp16
 --no-pipeline-parallel PP -> --no-pipeline-parallel; --pipeline-model-parallel-size
 --tensorboard-queue-size -> --tensorboard-queue-size
@@ -317,6 +319,8 @@ NOTED = """
 --finetune -> --finetune; --load
 --rotary-base 500000 --position-embedding-type learned_absolute -> --rotary-base 500000; --position-embedding-type
 --rotary-scaling-factor 2 -> --rotary-scaling-factor 2
+--glu-linear-offset 1 --squared-relu -> --glu-linear-offset 1; --swiglu; --quick-geglu
+--activation-func-clamp-value 7 --squared-relu -> --activation-func-clamp-value 7; --swiglu; --quick-geglu
 --rotary-high-freq-factor 2 YARN -> --rotary-high-freq-factor 2; --rotary-scaling
 --yarn-beta-fast 8 --rotary-scaling llama3 --position-embedding-type rope -> --yarn-beta-fast 8; --rotary-scaling
 --yarn-mscale 0.5 --rotary-attention-factor 1.5 YARN -> --yarn-mscale 0.5; --rotary-attention-factor

@@ -25,7 +25,7 @@ from tests.messages import refused
 # Fused rows of two kinds, columns with transposed tensors, two norms of a block and four, a tied head, experts each
 # under a name and in one tensor, biases of routers.
 CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases", "gemma3")
-CORE += ("mixtral", "granitemoe", "glm4_moe")
+CORE += ("mixtral", "granitemoe", "glm4_moe", "gpt_oss")
 PROMPTS, COUNT = ([5, 3, 7, 7, 90], [40], list(range(60, 72))), 10
 torch.set_num_threads(1)
 

@@ -26,7 +26,7 @@ from megazero.convert.importing import write_checkpoint
 from megazero.convert.megatron.arguments import read_arguments
 from megazero.convert.megatron.weights import MegatronWeights
 from megazero.models import Decoder
-from megazero.models.hf_weights import load_hf_state_dict
+from megazero.models.hf_weights import load_stored
 from tests.hugging_face import to_hf_state_dict
 from tests.messages import refused
 
@@ -80,6 +80,10 @@ MIXTURES = {
         "moe_shared_expert_intermediate_size": 40,
     },
 }
+MIXTURES["sinks, biases"] = {
+    **{**_SPARSE, "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "softmax_type": "learnable"},
+    **{"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+}
 # What Megatron keeps of mixtures besides, at its defaults or as scripts set it.
 OF_EXPERTS = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32"}
 OF_EXPERTS |= {"moe_token_drop_policy": "probs", "moe_aux_loss_coeff": 0.0, "moe_upcycling_granularity": 1}
@@ -97,7 +101,7 @@ ITS_OWN = {
     **{"train_iters": 5, "train_samples": None, "lr_warmup_samples": 0, "lr": 0.01, "iterations_to_skip": []},
     **{"micro_batch_size": 1, "global_batch_size": 2, "mock_data": True, "save": "/somewhere"},
     **{"bf16": False, "fp16": False, "params_dtype": torch.float32, "initial_loss_scale": 2**32},
-    **{"data_parallel_sharding_strategy": "no_shard", "softmax_type": "vanilla", "mtp_num_layers": None},
+    **{"data_parallel_sharding_strategy": "no_shard", "mtp_num_layers": None},
     **{"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
     **{"weight_decay_incr_style": "constant", "start_weight_decay": 0.01, "end_weight_decay": 0.01},
 }
@@ -125,7 +129,14 @@ def arguments(kind, **more):
     args = {**COMMON, **{**MODELS, **MIXTURES}[kind], "norm_epsilon": None, "layernorm_epsilon": 1e-6}
     args |= OF_EXPERTS
     args |= {"group_query_attention": "num_query_groups" in args, "bias_gelu_fusion": kind == "gpt"}
-    args = {"num_query_groups": 1, "swiglu": False, "squared_relu": False, "openai_gelu": False, **args}
+    args = {
+        "num_query_groups": 1,
+        "softmax_type": "vanilla",
+        "glu_linear_offset": 0.0,
+        "quick_geglu": False,
+        **args,
+    }
+    args = {"swiglu": False, "squared_relu": False, "openai_gelu": False, **args}
     args |= {"qk_layernorm": args.pop("qk_norm", "none") == "head", "model_type": ModelType(1)}
     args |= {"tokenizer_type": "NullTokenizer", "vocab_size": WORDS - 1, "padded_vocab_size": ROWS, "rank": 0}
     args |= ITS_OWN
@@ -172,6 +183,8 @@ def megatron(decoder):
             if "mlp.up_proj" in mine:
                 parts = [mine[n] for n in ("mlp.gate_proj", "mlp.up_proj") if n in mine]
                 out[f"{there}mlp.linear_fc1.{kind}"] = torch.cat(parts)
+            if f"{here}attention.sinks" in p:
+                out[f"{there}self_attention.core_attention.softmax_offset"] = p[f"{here}attention.sinks"]
             for n, name in (
                 ("attention.o_proj", "self_attention.linear_proj"),
                 ("mlp.down_proj", "mlp.linear_fc2"),
@@ -185,12 +198,14 @@ def megatron(decoder):
 def mixture(p, here):
     """A layer's experts, in one tensor each, its router and its shared experts."""
     names = {"router.weight": "router.weight", "router.e_score_correction_bias": "router.expert_bias"}
+    names["router.bias"] = "router.bias"
     names |= {"shared_gate.weight": "shared_experts.gate_weight"}
     for one, module in (("experts", "experts.experts"), ("shared_expert", "shared_experts")):
-        names[f"{one}.down_proj.weight"] = f"{module}.linear_fc2.weight"
-        if f"{here}{one}.up_proj.weight" in p:
-            halves = [p[f"{here}{one}.{half}_proj.weight"] for half in ("gate", "up")]
-            yield f"{module}.linear_fc1.weight", torch.cat(halves, -2)
+        for kind, along in (("weight", -2), ("bias", -1)):
+            names[f"{one}.down_proj.{kind}"] = f"{module}.linear_fc2.{kind}"
+            if f"{here}{one}.up_proj.{kind}" in p:
+                halves = [p[f"{here}{one}.{half}_proj.{kind}"] for half in ("gate", "up")]
+                yield f"{module}.linear_fc1.{kind}", torch.cat(halves, along)
     yield from ((there, p[here + name]) for name, there in names.items() if here + name in p)
 
 
@@ -311,7 +326,7 @@ def test_centred_norms_stay_what_they_are(said, tmp_path):
     tensors = {n: v.bfloat16() - int("norm" in n) for n, v in megatron(decoder).items()}
     weights = MegatronWeights.open(torch_dist(tmp_path, tensors, arguments("llama", **{said: True})))
     centred = Decoder(weights.model)
-    load_hf_state_dict(centred, {name: weights.tensor(name) for name in weights.shapes})
+    load_stored(centred, {name: weights.tensor(name) for name in weights.shapes})
     tokens = torch.arange(16)[None]
     for mine, theirs in zip(centred.parameters(), decoder.parameters(), strict=True):
         theirs.data = mine.data + int(mine.ndim == 1)  # this shape has no vectors but norms
@@ -327,7 +342,7 @@ def test_the_gate_is_where_the_argument_says(kind, tmp_path):
     tensors = megatron(original("llama"))
     weights = MegatronWeights.open(torch_dist(tmp_path, tensors, args))
     made = Decoder(weights.model)
-    load_hf_state_dict(made, {name: weights.tensor(name) for name in weights.shapes})
+    load_stored(made, {name: weights.tensor(name) for name in weights.shapes})
     up, gate = tensors["decoder.layers.1.mlp.linear_fc1.weight"].chunk(2)
     parameters = dict(made.named_parameters())
     assert torch.equal(parameters["layers.1.mlp.gate_proj.weight"], gate)
@@ -401,7 +416,6 @@ def test_without_arguments_flags_say_the_model(tmp_path):
         ),
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
-        ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
         ({"scale_depth": 1.4}, "--scale-depth 1.4 of the checkpoint's arguments: "),
         ({"position_embedding_type": "none"}, "position-embedding-type none"),
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi .* since 2023; use rope or"),

@@ -38,14 +38,17 @@ CASES = [
 ]
 
 
-def reference(q, k, v, masking: Masking):
-    """Attention by matrix products under the dense mask."""
+def reference(q, k, v, masking: Masking, sinks=None):
+    """Attention by matrix products under the dense mask. Sums of a head have exp(sink), too, if it has one."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * masking.scale
     if masking.cap:
         scores = (scores / masking.cap).tanh() * masking.cap
-    return ((scores + masking.dense(k.shape[2], q)).softmax(-1) @ v).permute(2, 0, 1, 3)
+    scores = scores + masking.dense(k.shape[2], q)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).permute(2, 0, 1, 3)
 
 
 def inputs(groups: int, dtype=torch.float64, width: int = 8):
@@ -54,10 +57,11 @@ def inputs(groups: int, dtype=torch.float64, width: int = 8):
     return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
 
 
-def difference(found, masking: Masking, tensors) -> float:
+def difference(found, masking: Masking, tensors, sinks=None) -> float:
     """The largest difference of output and gradients to the reference's."""
     along = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view(found.shape)
-    expected = reference(*tensors, masking)
+    expected = reference(*tensors, masking, sinks)
+    tensors = tensors if sinks is None else [*tensors, sinks]
     ours, theirs = (torch.autograd.grad(out, tensors, along) for out in (found, expected))
     pairs = zip((found, *ours), (expected, *theirs), strict=True)
     return max((one - other).abs().max().item() for one, other in pairs)
@@ -111,6 +115,26 @@ def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, cap, gr
     assert_blocks_are_needed(
         blocks.made, masking.dense(LENGTH, torch.zeros(()))[:, 0].isfinite(), between=True
     )
+
+
+SINKS = torch.tensor(
+    [-3.0, 0.0, 2.0, 30.0], dtype=torch.float64
+).requires_grad_()  # nearly none to nearly all
+
+
+@pytest.mark.parametrize("chunks", [None, CHUNKS[-1]])
+@pytest.mark.parametrize(("window", "documents", "cap", "groups"), FEW)
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_sinks_are_in_the_sums_of_their_heads(window, documents, cap, groups, chunks):
+    masking, tensors = case_masking(window, documents, cap)._replace(sinks=True), inputs(groups)
+    if chunks is not None:
+        masking, tensors = of_chunks(masking, tensors, chunks)
+    for backend in ("math",) if cap else ("math", "flash"):
+        tables = make_tables(masking, backend, LENGTH, tensors[0])
+        assert difference(attend(*tensors, tables, sinks=SINKS), masking, tensors, SINKS) < 1e-10
+    narrow = [x.detach() for x in (*tensors, SINKS)]  # on CPUs flex attention has no backward
+    found = attend(*narrow[:3], make_tables(masking, "flex", LENGTH, narrow[0]), sinks=narrow[3])
+    assert (found - reference(*narrow[:3], masking, narrow[3])).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,7 +211,7 @@ def test_one_operator_is_one_graph_for_any_documents():
     assert len(graphs) == 1
     torch.library.opcheck(
         torch.ops.megazero.attention_in_pieces.default,
-        (*(x[:, :, :, :4] for x in tensors), *make_tables(masking, "math", LENGTH, tensors[0]).made)
+        (*(x[:, :, :, :4] for x in tensors), SINKS, *make_tables(masking, "math", LENGTH, tensors[0]).made)
         + (0.3, 0.0, None, 0.0, None, True),
     )
 
@@ -368,6 +392,7 @@ LLAMA = {**MODEL, "model_family": "llama", "attention_dropout": 0.0, "params_dty
     ("backend", "values", "lacks", "nearest"),
     [
         ("flash", {"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping", "math, flash-attn, flex"),
+        ("efficient", {"softmax_type": "learnable"}, "--softmax-type", "flash, math, flex"),
         ("cudnn", {"reset_attention_mask": True}, "--reset-attention-mask", ""),
         ("flex", {"device": "cpu"}, "CPUs", "flash, math"),
         ("flash-attn", {"params_dtype": "fp32"}, "--params-dtype", ""),

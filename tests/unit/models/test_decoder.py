@@ -239,7 +239,7 @@ def test_names_units_and_sets(family, tied):
     assert heads == {name for name, p in shared.specs.items() if p.partial(4, sequence_parallel=False)}
     assert {shared.specs[name].copies(4) for name in heads} == {2}
     assert all(shared.placements()[name].segments[0].stored == 12 for name in heads)  # the second head's rows
-    biases_and_norms = {name for name in parameters if "norm" in name or name.endswith("bias")}
+    biases_and_norms = {name for name in parameters if "norm" in name or name.endswith(("bias", "sinks"))}
     assert decoder.no_weight_decay() == biases_and_norms
     assert {name for name, p in placements.items() if p.local_shape == p.shape} <= replicated
     in_units = itertools.chain(*(m.parameters() for unit in decoder.units() for m in unit))

@@ -8,7 +8,7 @@ import torch
 from megazero.models import Decoder, architecture_of, from_hf_config, make_model
 from megazero.models.hf_weights import load_hf_state_dict
 from megazero.models.placements import stored_tensors
-from tests.family_models import LLAMA, VARIANTS, in_files, make, perturb, stored
+from tests.family_models import LLAMA, VARIANTS, in_checkpoints, in_files, make, perturb, stored
 from tests.hugging_face import to_hf_state_dict
 from tests.oracle import in_fp64
 
@@ -68,12 +68,12 @@ def compare(model, dtype, config=None, norms_from=0):
     with torch.no_grad():
         for mine, its in zip(gradients.parameters(), decoder.parameters(), strict=True):
             mine.copy_(its.grad)
-    ours, names = to_hf_state_dict(gradients), decoder.config.tensor_names
+    ours = to_hf_state_dict(gradients)
     wanted = in_files(model, {name: p.grad for name, p in model.named_parameters()})
+    wanted = in_checkpoints(decoder.config, wanted)
     floor = 1e-6 * torch.stack([grad.norm() for grad in wanted.values()]).norm()
     for name, grad in wanted.items():
-        own = ours[names.aliases.get(name, name)]
-        differences[name] = ((own - grad).norm() / grad.norm().clamp(floor)).item()
+        differences[name] = ((ours[name] - grad).norm() / grad.norm().clamp(floor)).item()
     return differences
 
 
@@ -121,10 +121,10 @@ def test_weights_and_config_go_both_ways(variant):
     decoder = Decoder(from_hf_config(model.config.to_dict()))
     load_hf_state_dict(decoder, state)
     back = to_hf_state_dict(decoder)
-    aliases, named = decoder.config.tensor_names.aliases, in_files(model, stored(model))
-    assert back.keys() == {aliases.get(name, name) for name in named}
+    named = in_checkpoints(decoder.config, in_files(model, stored(model)))
+    assert back.keys() == named.keys()
     assert {name: tuple(t.shape) for name, t in back.items()} == stored_tensors(decoder.config)
-    assert all(torch.equal(back[aliases.get(name, name)], p) for name, p in named.items())
+    assert all(torch.equal(back[name], p) for name, p in named.items())
     bare = {name.removeprefix(f"{model.base_model_prefix}."): value for name, value in state.items()}
     again = Decoder(decoder.config)
     load_hf_state_dict(again, bare)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.kernels.weighted_swiglu import weighted_swiglu
 from megazero.models import Decoder, make_model
-from megazero.moe import Decision, Dispatch, ExpertParallel, Router, route, weighted
+from megazero.moe import Decision, Dispatch, ExpertParallel, Router, biased, route, weighted
 from megazero.products.product import PLAIN
 from tests.hugging_face import to_hf_state_dict
 
@@ -61,7 +61,7 @@ MANY = 12
 def test_a_router_chooses_the_likeliest_experts(router: Router) -> None:
     x, weight, decision = drawn(T, H), drawn(MANY, H, seed=1), Decision()
     bias = drawn(MANY, seed=2).float() if router.score_function == "sigmoid" else None
-    logits, experts, probabilities = route(x, weight, router, decision, bias)
+    logits, experts, probabilities = route(x, (weight, None), router, decision, bias)
     for token, (chosen, shares) in enumerate(zip(experts, probabilities, strict=True)):
         want, p = by_hand(weight @ x[token], router, torch.zeros(MANY) if bias is None else bias)
         assert chosen.tolist() == want and torch.allclose(shares, p, rtol=1e-12)
@@ -85,7 +85,7 @@ def test_a_bias_chooses_and_has_no_part_in_probabilities() -> None:
     x, weight, router = drawn(T, H), drawn(E, H, seed=1), Router(K, "sigmoid")
     bias = torch.zeros(E)
     bias[3] = 2.0  # above every sigmoid
-    logits, experts, probabilities = route(x, weight, router, Decision(), bias)
+    logits, experts, probabilities = route(x, (weight, None), router, Decision(), bias)
     assert (experts == 3).any(1).all()
     shares = logits.gather(1, experts).sigmoid()
     assert torch.allclose(probabilities, shares / shares.sum(1, keepdim=True))
@@ -97,12 +97,27 @@ def test_a_decision_is_taken_once_and_scores_are_in_fp32() -> None:
         drawn(E, H, dtype=torch.bfloat16, seed=1),
         Decision(),
     )
-    routed = route(x, weight, Router(K), decision)
+    routed = route(x, (weight, None), Router(K), decision)
     assert routed.probabilities.dtype is torch.float32
-    other = route(-x, weight, Router(K), decision)  # whose likeliest are others
+    other = route(-x, (weight, None), Router(K), decision)  # whose likeliest are others
     assert torch.equal(other.experts, routed.experts)
     logits = -x.float() @ weight.float().t()
     assert torch.allclose(other.probabilities, logits.gather(1, other.experts).softmax(1))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_take_the_bias_of_their_expert(weighted: bool) -> None:
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)  # the second expert has none
+    tensors = [drawn(8, H), drawn(3, H, seed=1), drawn(8, seed=2)]
+    rows, bias, probabilities = (x.requires_grad_() for x in tensors)
+    own = bias[torch.tensor([0, 0, 0, 2, 2, 2, 2, 2])]
+    expected = rows + (own * probabilities[:, None] if weighted else own)
+    found = biased(rows, bias, ends, probabilities if weighted else None)
+    assert torch.allclose(found, expected, rtol=1e-12)
+    wanted = [x for x in (rows, bias, probabilities) if weighted or x is not probabilities]
+    along = drawn(8, H, seed=3)
+    for one, other in zip(*(torch.autograd.grad(y, wanted, along) for y in (found, expected)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

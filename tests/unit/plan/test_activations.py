@@ -75,7 +75,11 @@ SHARED = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": T
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("more", [{}, {"moe_router_topk": 4}, SHARED], ids=["two", "four", "shared"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"moe_router_topk": 4}, SHARED, {"model_family": "gpt_oss"}],
+    ids=["two", "four", "shared", "gpt_oss"],
+)
 def test_what_a_layer_with_experts_keeps(more: dict[str, object], dtype: str) -> None:
     values = {**EXPERTS, "params_dtype": dtype, "recompute_granularity": "none", **more}
     config = make_config({**SIZES, **values}, World(1, 1))

@@ -42,6 +42,13 @@ class SoftmaxOptions(Backbone):
         None, "factor of attention's scores before softmax (default: 1 / sqrt(width of a head))", above=0
     )
 
+    softmax_type: str = option(
+        "vanilla",
+        "what stands in each sum of softmax beside the keys: nothing, exp(0), or exp of a learned sink of each head "
+        "(by family)",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+
     @property
     def qkv_bias(self) -> bool:
         """Tell whether the query, key and value linears have biases."""
@@ -92,13 +99,14 @@ class Softmax(Mixer):
     rules = (_heads, _query_key_norm)
     names = {
         f"attention.{name}": f"self_attn.{name}"
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+        for name in ("sinks", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
     }
     megatron = {
         **qkv("self_attention.linear_qkv"),
         "attention.q_norm": "self_attention.q_layernorm",
         "attention.k_norm": "self_attention.k_layernorm",
         "attention.o_proj": "self_attention.linear_proj",
+        "attention.sinks": "self_attention.core_attention.softmax_offset",
     }
 
     @classmethod
@@ -110,7 +118,9 @@ class Softmax(Mixer):
     def parameters(self) -> tuple[ParameterSpec, ...]:
         c, (heads, groups, width, *_) = self.c, self.heads
         q, kv, bias = heads * width, groups * width, c.qkv_bias
+        sinks = ParameterSpec("attention.sinks", (heads,), 0, heads, std=c.init_method_std)
         parameters = [
+            *((sinks,) if c.softmax_type == "learnable" else ()),
             *column(c, "attention.q_proj", q, bias, heads),
             *column(c, "attention.k_proj", kv, bias, groups),
             *column(c, "attention.v_proj", kv, bias, groups),
@@ -139,7 +149,8 @@ class Softmax(Mixer):
     @property
     def words(self) -> str:
         c = self.c
-        return f"{c.num_attention_heads} heads of {c.kv_channels}, {c.num_query_groups} of keys and values"
+        sinks = "" if c.softmax_type == "vanilla" else f", {c.softmax_type} sinks"
+        return f"{c.num_attention_heads} heads of {c.kv_channels}, {c.num_query_groups} of keys and values{sinks}"
 
     def shared(self) -> tuple[dict[str, int], dict[str, int]]:
         heads, groups = self.c.num_attention_heads, self.c.num_query_groups
