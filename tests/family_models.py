@@ -103,6 +103,11 @@ ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"
 GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
+# All weights are perturbed by as much, those that decay a state, too.
+NEXT = {**SHARED, "norm_topk_prob": True, "num_hidden_layers": 4}
+NEXT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8}
+NEXT |= {"linear_value_head_dim": 6}
+
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -145,6 +150,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {**SHARED, **WINDOW, "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}
         | {"max_window_layers": 3, "qkv_bias": False, "norm_topk_prob": True, "head_dim": 12},
+    ),
+    "qwen3_next": ("Qwen3Next", NEXT),
+    "qwen3_next-dense-layers": (
+        "Qwen3Next",
+        {**NEXT, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1, 3]}
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "attention_bias": True}
+        | {"norm_topk_prob": False, "tie_word_embeddings": True, "rope_parameters": PARTIAL_ROPE},
     ),
     "mixtral": ("Mixtral", {**LOCAL_EXPERTS, "head_dim": 16}),
     "mixtral-window-tied": ("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 5, "tie_word_embeddings": True}),

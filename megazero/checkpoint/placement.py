@@ -90,7 +90,9 @@ class Placement:
 
     @property
     def rows(self) -> Placement:
-        """The same place of all rows: dims before the last one are one."""
+        """The same place of all rows: dims before the last one are one. A vector has rows of one element."""
+        if len(self.shape) == 1:
+            return Placement(self.name, (*self.shape, 1), (*self.local_shape, 1), self.segments)
         if len(self.shape) < 3:
             return self
         (_, there, width), (_, here, _) = self.shape, self.local_shape

@@ -21,7 +21,7 @@ from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.llama import GRANITE, GRANITEMOE, LLAMA, MISTRAL, MIXTRAL, SMOLLM3
 from megazero.families.olmo2 import OLMO2, OLMO3, OLMOE
 from megazero.families.phi3 import PHI3
-from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from megazero.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -52,6 +52,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             GRANITEMOE,
             GLM4_MOE,
             DOTS1,
+            QWEN3_NEXT,
         )
     }
 )

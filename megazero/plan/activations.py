@@ -48,7 +48,7 @@ def layer_activations(
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens, (ranks, groups) = size * config.own_length, config.context_levels(world)
     share = tp if config.parallel.sequence_parallel else 1
-    stream, heads = model.hidden_size / share, layer.mixer.heads.number / tp
+    stream, heads = model.hidden_size / share, layer.mixer.heads.number / tp if layer.mixer.heads else 0.0
     # Keys and values of a token, with copies and without.
     own, once = (sum(layer.mixer.exchanged(tp, each).gathered) for each in (ranks, 1))
     # Those that are there again: copies, since ranks outnumber the key/value heads, and what is gathered.
@@ -59,7 +59,7 @@ def layer_activations(
     backend = _backend(config, width, on_host, groups > 1)
     scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0
     transient = 0.0
-    if backend == "math" or (on_host and backend == "flash"):
+    if heads and (backend == "math" or (on_host and backend == "flash")):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
     whole = tokens * (width * elements + masks + 4 * heads) + scores
     inner: float = layer.gradients.inner
@@ -70,7 +70,8 @@ def layer_activations(
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * (layer.mixer.work.out / tp + again) + 4 * heads) + scores
+        work = layer.mixer.work
+        core = tokens * (width * ((work.out + work.inside) / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
 

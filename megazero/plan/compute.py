@@ -155,7 +155,8 @@ class Compute:
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
         matrices = 2 * tokens * layer.multiply_adds / tp
-        attention = 2 * tokens * keys * layer.mixer.work.pair / tp
+        work = layer.mixer.work
+        attention, keys = 2 * tokens * (keys * work.pair + work.token) / tp, keys if work.pair else 0.0
         moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
         products = sum(p.multiplies for p in layer.parameters)
         weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)

@@ -49,7 +49,8 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     """
     spec, again, layer = model_spec(model), 4 / 3, 0.0
     for kind in spec.layers:
-        mixed = kind.mixer.work.pair * model.seq_length / 2 * (again if recompute == "selective" else 1)
+        work = kind.mixer.work
+        mixed = (work.pair * model.seq_length / 2 + work.token) * (again if recompute == "selective" else 1)
         layer += (kind.multiply_adds + mixed) * (len(kind.places) / model.num_layers)
     if recompute == "full":
         layer *= again

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.config_json.missing import EXPERTS, part_of
+from megazero.families.config_json.missing import EXPERTS, LINEAR, part_of
 
 # Such layers stand behind the model's own. Their tensors are left out only where this field is set aside.
 MORE_TOKENS = "num_nextn_predict_layers"
@@ -130,6 +130,6 @@ def refusal(name: str) -> str:
     reasons = [reason for pattern, reason in REFUSED if fnmatchcase(name, pattern)]
     if part := part_of(name):
         reasons.append(
-            f"is of {part}, which {'this family' if part == EXPERTS else 'the decoder'} does not have"
+            f"is of {part}, which {'this family' if part in (EXPERTS, LINEAR) else 'the decoder'} does not have"
         )
     return reasons[0] if reasons else "is not known here, and may change what the model computes"

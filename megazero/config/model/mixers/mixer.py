@@ -32,7 +32,8 @@ class TokenWork(NamedTuple):
 
     moved: elements that a forward reads and writes. kept: elements that autograd keeps for the backward. pair: the
     multiply-adds with one other token. out: elements that the output linear takes. norm_sums: numbers that norms add
-    up over tensor-parallel ranks.
+    up over tensor-parallel ranks. token: the multiply-adds that depend on no other token's number. inside: of what is
+    kept, what a selective recompute frees beside ``out``.
     """
 
     moved: int
@@ -40,6 +41,8 @@ class TokenWork(NamedTuple):
     pair: int
     out: int
     norm_sums: int = 0
+    token: int = 0
+    inside: int = 0
 
 
 class Exchanged(NamedTuple):
@@ -82,7 +85,8 @@ class Mixer(ABC):
 
     @property
     @abstractmethod
-    def heads(self) -> Heads: ...
+    def heads(self) -> Heads | None:
+        """Return the heads of attention, or None if tokens meet in a state, not in pairs."""
 
     @property
     @abstractmethod
@@ -101,5 +105,7 @@ class Mixer(ABC):
     def exchanged(self, tp: int, ranks: int) -> Exchanged:
         """Return what a rank exchanges if ``tp`` share the heads, and then ``ranks`` swap them for sequence."""
         heads = self.heads
+        if heads is None:
+            return Exchanged(0, 0, ())
         gathered = tuple(max(heads.groups // tp, ranks) * width for width in (heads.width, heads.values))
         return Exchanged(heads.number * heads.width // tp + sum(gathered), self.work.out // tp, gathered)
