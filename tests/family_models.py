@@ -103,7 +103,6 @@ ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"
 GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
-# All weights are perturbed by as much, those that decay a state, too.
 NEXT = {**SHARED, "norm_topk_prob": True, "num_hidden_layers": 4}
 NEXT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8}
 NEXT |= {"linear_value_head_dim": 6}
@@ -268,7 +267,11 @@ def make(variant: str, **changes: Any) -> Any:
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # which takes fp64, as transformers' grouped products do not
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
-    return getattr(transformers, head)(config)
+    model = getattr(transformers, head)(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # else a state forgets at once, and gradients of decays vanish
+            parameter.data -= 4
+    return model
 
 
 # By the class of a model: the name in files of the module of experts, and of its matrices where it is not Qwen's.

@@ -1,10 +1,11 @@
 """What a layer chooses by its number: what mixes its tokens, the window of its attention, its rotary positions, and
 whether it has experts.
 
-Layers that choose the same are of one kind: they share masks and tables. Three options say which layers skip what most
-have: ``window_attn_skip_freq``, ``linear_attention_freq`` and ``no_rope_freq``, as Megatron's. One number N means every
-N-th layer, in brackets, too. Several numbers are one for each layer: 1 for a layer that has a window, that has linear
-attention, or that has no rotary positions. ``moe_layer_freq`` says which layers have experts, by 1. There one number N means the first of every N layers.
+Layers that choose the same are of one kind: they share masks and tables. Three options say which layers skip what
+most have: ``window_attn_skip_freq``, ``linear_attention_freq`` and ``no_rope_freq``, as Megatron's. One number N
+means every N-th layer, in brackets, too. Several numbers are one for each layer: 1 for a layer that has a window, that has
+linear attention, or that has no rotary positions. ``moe_layer_freq`` says which layers have experts, by 1. There one
+number N means the first of every N layers.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ class LayerKind:
 
 def layer_kind(options: Any, index: int) -> LayerKind:
     """Return the kind of layer ``index`` (from 0). ``options`` has the options of a model as attributes."""
-    other = None if _chosen(options, "linear_attention_freq", index) else options.experimental_attention_variant
+    other = options.experimental_attention_variant
+    softmax = other is None or _chosen(options, "linear_attention_freq", index)
     windowed = options.sliding_window is not None and not _chosen(options, "window_attn_skip_freq", index)
-    windowed = windowed and other is None
-    unturned = _chosen(options, "no_rope_freq", index) or other is not None
+    windowed = windowed and softmax
+    unturned = _chosen(options, "no_rope_freq", index) or not softmax
     local = options.rotary_window_base if windowed else None
     return LayerKind(
         options.sliding_window if windowed else None,
@@ -66,7 +68,7 @@ def layer_kind(options: Any, index: int) -> LayerKind:
         options.rotary_base if local is None else local,
         options.rotary_scaling if local is None else "none",
         options.num_experts is not None and _chosen(options, "moe_layer_freq", index),
-        other or SOFTMAX,
+        SOFTMAX if softmax else other,
     )
 
 

@@ -119,8 +119,9 @@ class Positions:
         )
 
     def _attention(self, kind: LayerKind, samples: _Samples) -> AttentionTables:
-        """Layers with the same mixer and window share theirs; with documents, those of one micro-batch. A mixer without
-        heads of attention is given where documents start, on the device.
+        """Layers with the same mixer and window share theirs; with documents, those of one micro-batch.
+
+        A mixer without heads of attention is given where documents start, on the device.
         """
         config, (length, like, documents, packed) = self.config, samples
         heads = MIXERS[kind.mixer](config).heads

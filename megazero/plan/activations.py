@@ -54,14 +54,16 @@ def layer_activations(
     # Those that are there again: copies, since ranks outnumber the key/value heads, and what is gathered.
     again = own - once + (groups - 1) * own
     elements = layer.kept.stream / share + layer.kept.inner / tp + again
+    work, wide = layer.mixer.work, max(width, 4)
+    inside = tokens * wide * work.inside / tp
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
-    wide, pairs = max(width, 4), heads * model.seq_length
+    pairs = heads * model.seq_length
     backend = _backend(config, width, on_host, groups > 1)
     scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0
     transient = 0.0
     if heads and (backend == "math" or (on_host and backend == "flash")):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
-    whole = tokens * (width * elements + masks + 4 * heads) + scores
+    whole = tokens * (width * elements + masks + 4 * heads) + inside + scores
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
         inner = max(inner, rows_between_nodes(model, nodes))
@@ -70,8 +72,7 @@ def layer_activations(
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
-        work = layer.mixer.work
-        core = tokens * (width * ((work.out + work.inside) / tp + again) + 4 * heads) + scores
+        core = tokens * (width * (work.out / tp + again) + 4 * heads) + inside + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
 

@@ -10,7 +10,6 @@ from megazero.config.options.fields import option
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import MOST_LAYERS
 
-
 # Laws of initial values beside the normal one (models/initialization.py).
 DECAY, TIME_STEP = "decay", "time step"
 

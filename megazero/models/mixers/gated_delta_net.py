@@ -77,13 +77,14 @@ class GatedDeltaNet(nn.Module):
         again = self.recompute == "selective" and torch.is_grad_enabled()
         out = recomputed(gated_delta_rule, *mixed) if again else gated_delta_rule(*mixed)
         z = z.flatten(2).unflatten(-1, (-1, values))
-        out = self.norm(out) * F.silu(z.to(wide(z)))
-        return self.out_proj(out.flatten(2).to(x.dtype))
+        return self.out_proj((self.norm(out) * F.silu(z)).flatten(2))
 
 
 class CausalConvolution(nn.Module):
-    """Computes y_t = sum over j of w_j x_(t-j), of each channel by itself. ``weight`` is [channels, 1, kernel], its last
-    element that of the token itself, as torch's Conv1d has it."""
+    """Computes y_t = sum over j of w_j x_(t-j), of each channel by itself.
+
+    ``weight`` is [channels, 1, kernel]; its last element is that of the token itself, as torch's Conv1d has it.
+    """
 
     def __init__(self, channels: int, kernel: int, **factory: Any) -> None:
         super().__init__()
@@ -107,13 +108,13 @@ class CausalConvolution(nn.Module):
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None = None
 ) -> Tensor:
-    """Return [s, b, heads, dv], in at least fp32, of q and k [s, b, key heads, dk], which are made as long as 1 and,
-    of q, divided by sqrt(dk), and of v [s, b, heads, dv]. Consecutive heads share a key.
+    """Return [s, b, heads, dv] in the dtype of v, of q and k [s, b, key heads, dk], which are made as long as 1 and,
+    of q, divided by sqrt(dk), and of v [s, b, heads, dv]. In between all is at least fp32. Consecutive heads share a key.
 
     decay: log a, [s, b, heads], at least fp32. beta: b, as that. starts: int64 [b, s], where each token's document
     begins, if the state ends with a document.
     """
-    length, repeat = q.shape[0], v.shape[2] // q.shape[2]
+    length, repeat, dtype = q.shape[0], v.shape[2] // q.shape[2], v.dtype
     size = min(CHUNK, length)
 
     def chunked(x: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def gated_delta_rule(
         own = own - of_before @ state
         out.append(reads @ state + scores @ own)
         state = state * kept + keys @ own
-    return torch.stack(out).movedim(3, 1).flatten(0, 1)[:length]
+    return torch.stack(out).movedim(3, 1).flatten(0, 1)[:length].to(dtype)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ LAYOUTS = {
 }
 # Always, on the quickest layouts: biases and a tied head, dense and mixed layers, groups of experts.
 CORE = {"pp2-dp2": ("qwen3-biases-tied", "qwen2_moe-dense-layers"), "dp4-ep2": ("glm4_moe-groups-tied",)}
+CORE["tp2-pp2-zb"] = ("qwen3_next",)  # heads that hold a state, with deferred gradients
 
 
 def of_layout(layout: str) -> tuple[str, ...]:

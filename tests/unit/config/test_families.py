@@ -312,7 +312,7 @@ def test_what_is_not_understood_is_an_error(typed, named):
         ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
         ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
         ("GptOss", ["sinks of attention", "a mixture of experts"]),
-        ("Qwen3Next", ["linear attention", "a mixture of experts"]),
+        ("Qwen3_5MoeText", ["linear attention", "a mixture of experts"]),
         ("Mamba", ["state space layers"]),
         ("RecurrentGemma", ["recurrent layers"]),
         ("Bert", ["attention that looks ahead"]),

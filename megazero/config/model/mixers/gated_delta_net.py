@@ -39,10 +39,13 @@ class GatedDeltaNetOptions(Backbone):
         128, "gated delta net: width of a query and of a key", low=1, small=4, needs=NEEDED
     )
     linear_value_head_dim: int = option(
-        128, "gated delta net: width of a value", low=1, small=6, needs=NEEDED
+        128, "gated delta net: width of a value", low=1, small=8, needs=NEEDED
     )
     linear_conv_kernel_dim: int = option(
-        4, "gated delta net: tokens that the convolution of queries, keys and values sees", low=1, needs=NEEDED
+        4,
+        "gated delta net: tokens that the convolution of queries, keys and values sees",
+        low=1,
+        needs=NEEDED,
     )
 
     @property
@@ -114,14 +117,14 @@ class GatedDeltaNet(Mixer):
         c, heads = self.c, self.c.linear_num_value_heads
         key, value = c.linear_key_size, c.linear_value_size
         state, keys, mixed = value * c.linear_key_head_dim, heads * c.linear_key_head_dim, 2 * key + value
-        # Padded and convolved q, k, v; the rule's output, its norm and gate, twice the gate's SiLU, out_proj's input.
-        outside = 2 * mixed + 5 * value + 6 * heads
-        # Before the norm q and k; chunked q and k, k times beta, with both decays and solved; v, solved and corrected;
-        # products of queries and keys, of keys, their decays; states.
+        # Padded and convolved q, k, v; the rule's output, its norm, the gate, its SiLU, out_proj's input.
+        kept = 2 * mixed + 5 * value + 6 * heads
+        # Before the norm q and k; chunked q and k, k times beta, with both decays and solved; v, solved and
+        # corrected; products of queries and keys, of keys, their decays; states.
         inside = 2 * key + 6 * keys + 3 * value + 5 * CHUNK * heads + 2 * state // CHUNK
         # The state is read for the correction and for the query, decayed and added to (Megatron's accounting).
         token = 4 * state + mixed * c.linear_conv_kernel_dim
-        return TokenWork(2 * (outside + inside), outside + inside, 0, value, token=token, inside=inside)
+        return TokenWork(2 * (kept + inside), kept, 0, value, token=token, inside=inside)
 
     @property
     def words(self) -> str:

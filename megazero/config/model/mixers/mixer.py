@@ -32,8 +32,8 @@ class TokenWork(NamedTuple):
 
     moved: elements that a forward reads and writes. kept: elements that autograd keeps for the backward. pair: the
     multiply-adds with one other token. out: elements that the output linear takes. norm_sums: numbers that norms add
-    up over tensor-parallel ranks. token: the multiply-adds that depend on no other token's number. inside: of what is
-    kept, what a selective recompute frees beside ``out``.
+    up over tensor-parallel ranks. token: the multiply-adds with a state, in place of other tokens. inside: numbers in
+    at least fp32 that are kept, too, and that a selective recompute frees as it does ``out``.
     """
 
     moved: int

@@ -34,7 +34,8 @@ class SoftmaxOptions(Backbone):
         False, "biases in the query, key and value linears, whatever the other linears have (by family)"
     )
     attention_output_gate: bool = option(
-        False, "attention's output is multiplied by the sigmoid of a gate, which the query linear makes (by family)"
+        False,
+        "attention's output is multiplied by the sigmoid of a gate, which the query linear makes (by family)",
     )
     softmax_scale: float | None = option(
         None, "factor of attention's scores before softmax (default: 1 / sqrt(width of a head))", above=0
@@ -133,7 +134,9 @@ class Softmax(Mixer):
         # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with, of
         # which the gate is a part; its sigmoid, and what that multiplies.
         kept = 3 * q + 2 * kv + 2 * gate + (q + kv + gate if self.c.qk_norm != "none" else 0)
-        return TokenWork(4 * (q + kv) + 5 * gate, kept, pair=2 * q, out=q, norm_sums=2 * (self.c.qk_norm == "all-heads"))
+        return TokenWork(
+            4 * (q + kv) + 5 * gate, kept, pair=2 * q, out=q, norm_sums=2 * (self.c.qk_norm == "all-heads")
+        )
 
     @property
     def words(self) -> str:
