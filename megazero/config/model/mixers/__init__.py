@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.model.mixers.gated_delta_net import GatedDeltaNet, GatedDeltaNetOptions
+from megazero.config.model.mixers.gated_delta_net import GatedDelta, GatedDeltaNetOptions
 from megazero.config.model.mixers.mixer import Mixer
 from megazero.config.model.mixers.softmax import Softmax, SoftmaxOptions
 from megazero.families import layer_kinds
 
 MIXERS: Mapping[str, type[Mixer]] = MappingProxyType(
-    {layer_kinds.SOFTMAX: Softmax, layer_kinds.GATED_DELTA_NET: GatedDeltaNet}
+    {layer_kinds.SOFTMAX: Softmax, layer_kinds.GATED_DELTA_NET: GatedDelta}
 )
 
 

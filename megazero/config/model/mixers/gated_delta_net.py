@@ -70,7 +70,7 @@ def _heads(c: GatedDeltaNetOptions) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet(Mixer):
+class GatedDelta(Mixer):
     """Gated delta net in one model.
 
     Rows of both input linears lie by key head: its query, its key, its values and their gates; the steps and the
