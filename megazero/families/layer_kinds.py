@@ -3,9 +3,9 @@ whether it has experts.
 
 Layers that choose the same are of one kind: they share masks and tables. Three options say which layers skip what
 most have: ``window_attn_skip_freq``, ``linear_attention_freq`` and ``no_rope_freq``, as Megatron's. One number N
-means every N-th layer, in brackets, too. Several numbers are one for each layer: 1 for a layer that has a window, that has
-linear attention, or that has no rotary positions. ``moe_layer_freq`` says which layers have experts, by 1. There one
-number N means the first of every N layers.
+means every N-th layer, in brackets, too. Several numbers are one for each layer: 1 for a layer that has a window,
+that has linear attention, or that has no rotary positions. ``moe_layer_freq`` says which layers have experts, by 1.
+There one number N means the first of every N layers.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None = None
 ) -> Tensor:
     """Return [s, b, heads, dv] in the dtype of v, of q and k [s, b, key heads, dk], which are made as long as 1 and,
-    of q, divided by sqrt(dk), and of v [s, b, heads, dv]. In between all is at least fp32. Consecutive heads share a key.
+    of q, divided by sqrt(dk), and of v [s, b, heads, dv]. In between all is at least fp32. Consecutive heads share a
+    key.
 
     decay: log a, [s, b, heads], at least fp32. beta: b, as that. starts: int64 [b, s], where each token's document
     begins, if the state ends with a document.
