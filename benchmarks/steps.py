@@ -19,7 +19,7 @@ from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig, initializer, make_model
-from megazero.models.compilation import compile_layers
+from megazero.models.compilation import compile_decoder
 from megazero.moe import ExpertParallel
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder, units_of
 
@@ -165,7 +165,7 @@ def engine_step(
         llama(shape), ep=ExpertParallel.of(mesh), recompute=recompute, device="meta", dtype=shape.dtype
     )
     if compiled:
-        compile_layers(model, compile_backend(mesh.device))
+        compile_decoder(model, compile_backend(mesh.device))
     units = units_of(model, joined, mesh)
     engine = zero.shard(
         model,

@@ -172,10 +172,9 @@ class KeptAllGather(AllGather):
         sizes = [values.numel() for values in packed]
         with channel.frame() as frame:
             held, *exact = self.kept.split(sizes, dim=1)
-            change = frame.take(sizes[0], torch.float32).view(1, -1)
-            change.copy_(packed[0]).sub_(held[axis.index])
             message = frame.take(codec.message_numel(*sizes), codec.wire_dtype).view(1, -1)
-            codec.encode(change, *(x.view(1, -1) for x in packed[1:]), out=message)
+            own, *small = (x.view(1, -1) for x in packed)
+            codec.encode_difference(own, held[axis.index].view(1, -1), *small, out=message)
             every = yield from gather([axis], message.view(-1), "refresh", frame.take, channel)
             codec.decode_add(every.view(axis.size, -1), held, *exact)
 

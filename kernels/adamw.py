@@ -24,7 +24,6 @@ from megazero.kernels.dispatch import CHUNK, tl, use_kernel
 from megazero.kernels.format import fp32
 from megazero.kernels.moments import close_tile, open_tile
 from megazero.kernels.noise import Draws, Noise, block_draws_tile, drawing_jit, launch_arguments
-from megazero.kernels.values import raw
 
 TILE = 1024  # elements that a program takes: two accesses of 16 bytes by 128 threads, of every fp32 operand
 
@@ -174,6 +173,6 @@ def _fp32(rates: Rates) -> tuple[float, ...]:
 def _raw(held: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a kernel's arguments for a moment: its values or digits, and the scales of its blocks, if it has any."""
     if held.dtype != torch.uint8:
-        return raw(held), raw(held)
+        return held, held
     digits = moments.whole(master.numel())
     return held[:digits].view(torch.int8), held[digits:].view(torch.int16)

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 ALIGN = 512  # bytes, as torch's caching allocator: kernels and collectives read 16 at a time or more
 
@@ -61,17 +63,22 @@ class Arena:
 
 
 class Frame:
-    """Buffers of one arena that come free together. It is a context manager, which closes at its end."""
+    """Buffers of one arena and stream that come free together. It is a context manager, which closes at its end."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self.arena, self.device = arena, device
-        self._taken: list[tuple[_Region, _Block, int]] = []
+        self._taken: list[tuple[_Block, int]] = []
+
+    @cached_property
+    def _region(self) -> _Region:
+        """The memory of the stream that was current when the first buffer was taken."""
+        return self.arena.region(self.device)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer [numel] with any content, which belongs to the current stream."""
-        region, size = self.arena.region(self.device), numel * dtype.itemsize
-        block, start = region.take(_aligned(size))
-        self._taken.append((region, block, start))
+        """Return a buffer [numel] with any content, which belongs to the stream of the frame's first one."""
+        size = numel * dtype.itemsize
+        block, start = self._region.take(_aligned(size))
+        self._taken.append((block, start))
         return block.buffer(start, size, dtype)
 
     def bind(
@@ -82,7 +89,7 @@ class Frame:
         The same object comes for the same place and ``key`` as long as the memory is there.
         """
         buffer = self.take(numel, dtype)
-        _, block, start = self._taken[-1]
+        block, start = self._taken[-1]
         place = start, numel, dtype, key
         if place not in block.bound:
             block.bound[place] = make(buffer)
@@ -91,8 +98,7 @@ class Frame:
     def close(self) -> None:
         """Let others have the memory. See the module on when this may be. A closed frame may be closed again."""
         while self._taken:
-            region, block, start = self._taken.pop()
-            region.free(block, start)
+            self._region.free(*self._taken.pop())
 
     def __enter__(self) -> Self:
         return self
@@ -171,6 +177,30 @@ class _Region:
         self.wanted = max(self.wanted, end + size)
         self.blocks.append(_Block(size if self.blocks else self.wanted, self.device))
         return self.blocks[-1]
+
+
+def view_of(buffer: Tensor, make: Callable[..., Any], *asked: Any) -> Any:
+    """Return make(buffer, *asked), a view or a tuple of views. It is kept with the buffer as long as that is there.
+
+    Steady steps take the same tensors, so they find the views; to make one takes the host 1 to 3 us. Views are
+    detached: one that autograd knew would keep its buffer, and that the view.
+    """
+    key = (make, *asked)
+    try:
+        return vars(buffer)["_views"][key]
+    except KeyError:
+        pass
+    with torch.inference_mode(False):  # else nothing could be written to them outside of that mode
+        views = make(buffer, *asked)
+        found = views.detach() if isinstance(views, Tensor) else tuple(view.detach() for view in views)
+    vars(buffer).setdefault("_views", {})[key] = found
+    return found
+
+
+def part_of(buffer: Tensor, span: slice) -> Tensor:
+    """Return buffer[span] by ``view_of``."""
+    part: Tensor = view_of(buffer, Tensor.narrow, 0, span.start, span.stop - span.start)
+    return part
 
 
 def home_of(device: torch.device) -> object:

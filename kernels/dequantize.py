@@ -19,7 +19,13 @@ from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
 from megazero.kernels.quantize import rows_together
-from megazero.kernels.values import load_values, raw, scales_at, store_values, tile_of
+from megazero.kernels.values import (
+    load_values,
+    scales_at,
+    seen_as,
+    store_values,
+    tile_of,
+)
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool = False) -> None:
@@ -152,10 +158,11 @@ def blocks_tile(x: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.ten
 
 @drawing_jit
 def _kernel(
-    words: tl.tensor, halves: tl.tensor, out: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
+    coded: tl.tensor, out: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
     row_stride: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
+    words, halves = seen_as(coded, tl.int32), seen_as(coded, tl.int16)
     row, b, valid = tile_of(row_blocks, R)
     # By whole blocks, so that a warp accesses whole lines: halves of them at 4 bits were 41% of a copy's bandwidth.
     at, mask = row * row_stride + b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], valid[:, None]
@@ -172,7 +179,7 @@ def _kernel(
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) -> None:
     row_blocks, r = form.blocks(out.shape[1]), TILE // form.block
     _kernel[(-(-row_blocks // r) * messages.shape[0],)](
-        messages.view(torch.int32), messages.view(torch.int16), raw(out),
+        messages, out,
         row_blocks, messages.shape[1], out.stride(0), *transform_arguments(form.transform),
         form.bits, form.block, add, r,
         enable_fp_fusion=False,

@@ -18,6 +18,7 @@ from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
+from megazero.kernels.values import seen_as
 
 
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
@@ -101,10 +102,11 @@ def sum_tile(
 
 @drawing_jit
 def _kernel(
-    words: tl.tensor, halves: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
+    coded: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
     row_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
+    words, halves = seen_as(coded, tl.int32), seen_as(coded, tl.int16)
     b = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     valid = b < row_blocks
     at, mask = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], valid[:, None]
@@ -121,7 +123,7 @@ def _kernel(
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
     row_blocks, r = form.blocks(out.numel()), TILE // form.block
     _kernel[(-(-row_blocks // r),)](
-        messages.view(torch.int32), messages.view(torch.int16), out,
+        messages, out,
         messages.shape[0], row_blocks, messages.shape[1], *transform_arguments(form.transform),
         form.bits, form.block, accumulate, r,
         enable_fp_fusion=False,

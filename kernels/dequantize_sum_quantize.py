@@ -21,6 +21,7 @@ from megazero.kernels.format import Format
 from megazero.kernels.hadamard import forward_tile, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
 from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
+from megazero.kernels.values import seen_as
 
 
 def dequantize_sum_quantize(
@@ -57,9 +58,9 @@ def dequantize_sum_quantize(
 
 @drawing_jit
 def _kernel(
-    words: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
-    row_blocks: tl.tensor, row_bytes: tl.tensor, share_blocks: tl.tensor, out_blocks: tl.tensor,
-    out_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
+    coded: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
+    share_blocks: tl.tensor, out_blocks: tl.tensor, out_bytes: tl.tensor,
+    sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
     LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
@@ -68,6 +69,7 @@ def _kernel(
     NEXT_PART: tl.constexpr = NEXT_BLOCK // NEXT_PACK
     R: tl.constexpr = ELEMENTS // BLOCK
     NEXT_R: tl.constexpr = ELEMENTS // NEXT_BLOCK
+    words, halves = seen_as(coded, tl.int32), seen_as(coded, tl.int16)
     row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     h, b = tile * NEXT_R + tl.arange(0, NEXT_R), tile * R + tl.arange(0, R)  # the same elements
     valid, there = h < out_blocks, b < share_blocks
@@ -78,15 +80,17 @@ def _kernel(
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
     acc = forward_tile(acc, next_sign0, next_sign1, NEXT_SIZE)
     payload, scale = encode_tile(acc, NEXT_BITS, LARGEST)
-    store_tile(payload, scale, row, h, valid, out, out_halves, out_bytes, out_blocks, NEXT_PART)
+    out_halves = seen_as(out, tl.int16)
+    store_tile(
+        payload, scale, row, h, valid, seen_as(out, tl.int8), out_halves, out_bytes, out_blocks, NEXT_PART
+    )
 
 
 def _launch(messages: torch.Tensor, n: int, form: Format, out: torch.Tensor, next_form: Format) -> None:
     rows = out.shape[0]
     share = n // rows
     _kernel[(-(-share // TILE), rows)](
-        messages.view(torch.int32), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
-        messages.shape[0], form.blocks(n), messages.shape[1], form.blocks(share),
+        messages, out, messages.shape[0], form.blocks(n), messages.shape[1], form.blocks(share),
         next_form.blocks(share), out.shape[1],
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block, next_form.largest_scale, TILE,

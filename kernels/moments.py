@@ -40,7 +40,7 @@ from megazero.kernels.dequantize import Unpacking
 from megazero.kernels.dispatch import CHUNK, jit, tl
 from megazero.kernels.format import Format
 from megazero.kernels.quantize import Work, encode_blocks, encode_tile
-from megazero.kernels.values import load_values
+from megazero.kernels.values import bits_of, load_values
 
 BLOCK = 128
 EXP_AVG, EXP_AVG_SQ = 2, 4  # the powers that digits are raised to
@@ -174,8 +174,8 @@ class Pieces:
 def open_tile(
     held: tl.tensor, scales: tl.tensor, at: tl.tensor, g: tl.tensor, n: tl.tensor, POWER: tl.constexpr
 ) -> tl.tensor:
-    """A moment, fp32 [r, 1, BLOCK], of the elements ``at`` below n, which blocks g int64 [r] have; held is fp32, bf16
-    as int16, or digits as int8, whose scales are int16."""
+    """A moment, fp32 [r, 1, BLOCK], of the elements ``at`` below n, which blocks g int64 [r] have; held is fp32,
+    bf16, or digits as int8, whose scales are int16."""
     valid = at < n
     if held.dtype.element_ty == tl.int8:
         digits = tl.load(held + at, mask=valid, other=0).to(tl.float32)
@@ -210,10 +210,10 @@ def close_tile(
         tl.store(held + at, payload[:, None, :], mask=valid)
         top = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         tl.store(scales + g, top, mask=g * values.shape[2] < n)
-    elif held.dtype.element_ty == tl.int16:
+    elif held.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         random = drawn.to(tl.int32) + 32768
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (bits + random) >> 16)
-        tl.store(held + at, rounded.to(tl.int16), mask=valid)
+        tl.store(bits_of(held) + at, rounded.to(tl.int16), mask=valid)
     else:
         tl.store(held + at, values, mask=valid)

@@ -32,29 +32,43 @@ from typing import NamedTuple
 
 import torch
 
+from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import NAN_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import NOISE_UNIT, drawing_jit
-from megazero.kernels.values import load_values, raw, scales_at, small_integers, tile_of
+from megazero.kernels.values import (
+    load_values,
+    rounded_as,
+    scales_at,
+    seen_as,
+    small_integers,
+    tile_of,
+)
 
 
-def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format) -> None:
+def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, base: torch.Tensor | None = None) -> None:
     """Encode x, which is [k, n] of any float dtype and contiguous, into the coded part of ``messages``.
 
-    ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16.
+    ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16. base: [k, n] of any float dtype and
+    contiguous; then what is encoded is the difference of x, rounded to its dtype, to it.
     """
     if not x.numel():
         return
     if use_kernel(messages, x):
-        _launch(x, messages, form)
+        _launch(x, messages, form, base)
         return
     values = x.view(-1)
 
     def load(low: int, high: int, out: torch.Tensor) -> torch.Tensor:
         piece = values[low:high]
-        return piece if x.dtype == torch.float32 else out.copy_(piece)
+        if base is None:
+            return piece if x.dtype == torch.float32 else out.copy_(piece)
+        with SCRATCH.frame(x.device) as frame:
+            rounded = frame.take(high - low, base.dtype).copy_(piece)
+            difference = frame.take(high - low, x.dtype) if x.dtype == torch.float64 else out
+            return out.copy_(add_to(difference.copy_(rounded), base.view(-1)[low:high], alpha=-1.0))
 
     encode_rows(load, messages, x.shape[1], form)
 
@@ -244,25 +258,29 @@ def store_tile(
 
 @drawing_jit
 def _kernel(
-    x: tl.tensor, messages: tl.tensor, halves: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
+    x: tl.tensor, base: tl.tensor | None, coded: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
     sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
+    messages, halves = seen_as(coded, tl.int8), seen_as(coded, tl.int16)
     row, b, valid = tile_of(row_blocks, R)
     g = row * row_blocks + b
     p = tl.arange(0, PACK)[None, :, None]
     at = g[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
-    values = forward_tile(load_values(x, at, valid[:, None, None]), sign0, sign1, SIZE)
+    values = load_values(x, at, valid[:, None, None])
+    if base is not None:
+        values = rounded_as(values, base) - load_values(base, at, valid[:, None, None])
+    values = forward_tile(values, sign0, sign1, SIZE)
     payload, scale = encode_tile(values, BITS, LARGEST)
     store_tile(payload, scale, row, b, valid, messages, halves, row_bytes, row_blocks, PART)
 
 
-def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format) -> None:
+def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, base: torch.Tensor | None) -> None:
     row_blocks, r = form.blocks(x.shape[1]), TILE // form.block
     _kernel[(-(-row_blocks // r) * x.shape[0],)](
-        raw(x), messages.view(torch.int8), messages.view(torch.int16),
+        x, base, messages,
         row_blocks, messages.shape[1], *transform_arguments(form.transform),
         form.bits, form.block, form.largest_scale, r,
         enable_fp_fusion=False,

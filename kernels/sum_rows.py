@@ -13,7 +13,7 @@ import torch
 
 from megazero.kernels.add_to import add_to
 from megazero.kernels.dispatch import CHUNK, jit, tl, use_kernel
-from megazero.kernels.values import load_values, raw
+from megazero.kernels.values import load_values
 
 TILE = 2048  # elements that a program takes: four accesses of 16 bytes by 128 threads, of an fp32 row
 
@@ -72,6 +72,6 @@ def _launch(rows: torch.Tensor, out: torch.Tensor, accumulate: bool, own: torch.
     n = out.numel()
     given = rows if own is None else own
     _kernel[(-(-n // TILE),)](
-        raw(rows), raw(given), out, n, rows.stride(0), rows.shape[0], own is not None, accumulate, TILE,
+        rows, given, out, n, rows.stride(0), rows.shape[0], own is not None, accumulate, TILE,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -7,14 +7,21 @@ everywhere, for a few integer operations per element.
 
 from __future__ import annotations
 
-import torch
-
 from megazero.kernels.dispatch import jit, tl
 
 
-def raw(x: torch.Tensor) -> torch.Tensor:
-    """Return what a kernel is given for values x: bf16 as int16, and any other dtype as it is."""
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+@jit
+def seen_as(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The pointer x to another dtype. A view of a tensor for every launch would take the host 1 to 2 us."""
+    return x.to(tl.pointer_type(DTYPE), bitcast=True)
+
+
+@jit
+def bits_of(x: tl.tensor) -> tl.tensor:
+    """The pointer x, to int16 where it points to bf16."""
+    if x.dtype.element_ty == tl.bfloat16:
+        x = seen_as(x, tl.int16)
+    return x
 
 
 @jit
@@ -58,7 +65,8 @@ def scales_at(
 
 @jit
 def load_values(x: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """fp32 values at x + at, 0 where masked; x points to fp32, fp16 or bf16 as int16."""
+    """fp32 values at x + at, 0 where masked; x points to fp32, fp16 or bf16, which may be seen as int16."""
+    x = bits_of(x)
     loaded = tl.load(x + at, mask=mask, other=0)
     if x.dtype.element_ty == tl.int16:
         values = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -77,8 +85,19 @@ def rounded(values: tl.tensor) -> tl.tensor:
 
 
 @jit
+def rounded_as(values: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """fp32 of values rounded to what x points to, to nearest even; x as for load_values."""
+    if x.dtype.element_ty == tl.bfloat16:  # noqa: SIM108 (Triton takes each branch by its type)
+        values = rounded(values)
+    else:
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@jit
 def store_values(x: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
     """fp32 values to x + at, rounded to nearest even; x as for load_values."""
+    x = bits_of(x)
     if x.dtype.element_ty == tl.int16:
         bits = rounded(values).to(tl.int32, bitcast=True)
         tl.store(x + at, (bits >> 16).to(tl.int16), mask=mask)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megazero.kernels.dispatch import INTERPRETED, jit, tl, use_kernel
-from megazero.kernels.values import load_values, raw, rounded, store_values
+from megazero.kernels.values import load_values, rounded, store_values
 
 TILE = 1024  # elements that a row's program takes at a time: an access of 16 bytes by 128 threads, of each operand
 
@@ -83,7 +83,7 @@ def _launch(kernel: Any, gate: torch.Tensor, *others: torch.Tensor) -> None:
     held = (gate, *others)
     assert all(x.is_contiguous() for x in held), [x.stride() for x in held]
     rows, width = gate.shape
-    kernel[(rows,)](*map(raw, held), width, TILE, not INTERPRETED, enable_fp_fusion=False)
+    kernel[(rows,)](*held, width, TILE, not INTERPRETED, enable_fp_fusion=False)
 
 
 @jit

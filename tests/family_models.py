@@ -101,6 +101,18 @@ LOCAL_EXPERTS = {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 2}
 ROUTED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"}
 GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+# One width alone would not show which is which.
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+DEEPSEEK = {name: value for name, value in ROUTED.items() if name != "head_dim"}
+DEEPSEEK |= {**LATENT, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+DEEPSEEK_V2 = {**DEEPSEEK, "norm_topk_prob": False, "q_lora_rank": None}
+YARN_LATENT = {**YARN_MSCALE, "rope_theta": 10000.0}
 OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
 NEXT = {**SHARED, "norm_topk_prob": True, "num_hidden_layers": 4}
@@ -224,6 +236,19 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "Dots1",
         {**ROUTED, **GROUPED, "num_hidden_layers": 3, "first_k_dense_replace": 0, "sliding_window": 5}
         | {"max_window_layers": 2, "attention_bias": True},
+    ),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3-groups-yarn": (
+        "DeepseekV3",
+        {**DEEPSEEK, **GROUPED, "num_hidden_layers": 3, "rope_parameters": YARN_LATENT, "topk_group": 3}
+        | {"rope_interleave": False, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3-no-query-latent": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v2": ("DeepseekV2", DEEPSEEK_V2),
+    "deepseek_v2-groups-yarn": (
+        "DeepseekV2",
+        {**DEEPSEEK_V2, **GROUPED, "topk_method": "group_limited_greedy", "rope_parameters": YARN_LATENT}
+        | {"q_lora_rank": 20, "topk_group": 3, "n_shared_experts": 1, "tie_word_embeddings": True},
     ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),

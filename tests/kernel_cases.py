@@ -89,7 +89,7 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
     n = x.shape[1]
     results = []
     for where, kernel in ((device, True), ("cpu", False)):
-        messages = buffer(form, rows, n, where)
+        messages, differences = (buffer(form, rows, n, where) for _ in range(2))
         summed = buffer(next_form, 2, n // 2, where)
         decoded = torch.zeros(rows, n, dtype=case.dtype, device=where)
         added = x.roll(form.block + 5).to(where).repeat(1, 2)  # only its middle is added to
@@ -102,6 +102,7 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
         with on_kernels(kernel):
             assert dispatch.use_kernel(messages, here) == kernel
             quantize.quantize(here, messages, form)
+            quantize.quantize(here.float(), differences, form, here.roll(1, 0))
             dequantize.dequantize(messages, decoded, form)
             dequantize.dequantize(messages, part, form, add=True)
             dequantize_accumulate.dequantize_accumulate(messages, sums, form, True)
@@ -109,8 +110,17 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             dequantize_sum_quantize.dequantize_sum_quantize(messages, n, form, summed, next_form)
             for out, (accumulate, own) in zip(rows_sums, ways, strict=True):
                 sum_rows.sum_rows(here[:, 1:], out[: n - 1], accumulate, None if own is None else own[1:])
-        results.append((messages, decoded, added, sums, one, summed, torch.cat(rows_sums)))
-    names = ("quantize", "dequantize", "add", "accumulate", "sum of one", "sum_quantize", "sum_rows")
+        results.append((messages, differences, decoded, added, sums, one, summed, torch.cat(rows_sums)))
+    names = (
+        "quantize",
+        "difference",
+        "dequantize",
+        "add",
+        "accumulate",
+        "sum of one",
+        "sum_quantize",
+        "sum_rows",
+    )
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 

@@ -111,6 +111,9 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
     return {
         "quantize": lambda _: quantize.quantize(values(eight, torch.float32), encoded(eight), eight),
+        "quantize a difference": lambda _: quantize.quantize(
+            values(eight, torch.float32), encoded(eight), eight, values(eight, half)
+        ),
         "quantize and mix": lambda noise: quantize.quantize(
             values(four, torch.float32), encoded(four), mixed(noise)
         ),

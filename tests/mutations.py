@@ -141,6 +141,12 @@ megazero/cp/exchange.py
   tokens of groups that gather keys are not counted
 > tests/unit/cp/test_exchange.py::test_counts_are_added_up_over_all_ranks_that_share_samples
 
+megazero/models/mixers/latent.py
+- weight.chunk(peers.size)[peers.rank], replace(tp, deferred=None)
++ weight.chunk(peers.size)[0], replace(tp, deferred=None)
+  every rank that swaps heads makes the first one's keys and values
+> tests/dist/models/test_latent.py::test_small_cover
+
 megazero/comm/peers.py
 - dtype=torch.promote_types(rows.dtype, torch.float32))
 + dtype=rows.dtype)

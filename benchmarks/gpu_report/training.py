@@ -9,8 +9,8 @@ micro-batch a step; the mixture, whose update is some 30% of such a step, also w
 megazero/config/model/spec.py's for all: recompute is not counted. A row has figures only if its loss falls over three
 steps and its first gradients have the others' norm.
 
-The plain contestant compiles the head with its loss, and each layer with its recompute inside. megazero and FSDP2
-compile layers alone. In megazero full recompute is around the compiled layer, which then runs whole once more.
+The plain contestant and megazero compile the head with its loss, and each layer with its recompute inside. FSDP2
+compiles layers alone.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.pp.partition import StageSpec
-from megazero.products import find_product
+from megazero.products import make_product
 from megazero.tp import TensorParallel
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its
@@ -62,7 +62,7 @@ def measure_modules(
     )
     sizes = Compute(config, cluster, Collectives(cluster)).sizes
     mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
-    product = find_product(config.precision.product)
+    product = make_product(config.precision.product, **config.precision.product_options)
     tp = TensorParallel.of(mesh.tp, sequence_parallel=config.parallel.sequence_parallel, product=product)
     try:
         decoder, calls = _tried(config, tp, point.micro_batch, clock.device)

@@ -14,7 +14,7 @@ from megazero.config import RunConfig
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import UPDATE_BYTES
-from megazero.products import find_product
+from megazero.products import make_product
 from megazero.products.product import Product
 from megazero.train.parallelize import optimizer_factory
 
@@ -39,7 +39,7 @@ def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
         return 2 * n**3 / clock(lambda: product.forward(x, a, out=out), slowest=False).median / 1e12
 
     rates = {
-        f"{each}_tflops": tflops(find_product(each)) for each in sorted({name, config.precision.product})
+        f"{each}_tflops": tflops(make_product(each)) for each in sorted({name, config.precision.product})
     }
     copy = clock(lambda: target.copy_(source), slowest=False)
     host = find_host()

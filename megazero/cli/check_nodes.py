@@ -57,7 +57,7 @@ def report(options: CheckOptions, launch: Launch) -> ExitStatus:
     import torch.distributed as dist
 
     from megazero.ops.health import Storage, check_health  # brings torch
-    from megazero.train.distributed import start_rank
+    from megazero.train.distributed import start_rank  # brings torch
 
     training = TrainingConfig(device=options.device, distributed_init_timeout_minutes=options.timeout / 60)
     save = Storage(Path(options.save), options.checkpoint_bytes, options.keep_last) if options.save else None

@@ -24,7 +24,7 @@ from torch import Tensor
 from megazero.comm.made_once import made_once
 from megazero.comm.wire import ALIGN, Codecs, Coding, MessageFormat, filled
 from megazero.kernels.add_to import add_to
-from megazero.kernels.arena import SCRATCH, Take
+from megazero.kernels.arena import SCRATCH, Take, view_of
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
@@ -97,21 +97,21 @@ class Identity:
         if exact is None and out is not None and x.dim() > 2:
             out.view(x.shape).copy_(x)
             return out
-        n = x.shape[1]
+        regions = [x] if exact is None else [x, exact]
+        numels = tuple(region.shape[1] for region in regions)
         if out is None:
-            m = n + (0 if exact is None else exact.shape[1])
-            out = torch.empty(len(x), m, dtype=self.wire_dtype, device=x.device)
-        if out.data_ptr() != x.data_ptr():
-            out[:, :n].copy_(x)
-        if exact is not None:
-            out[:, n:].copy_(exact)
+            out = torch.empty(len(x), sum(numels), dtype=self.wire_dtype, device=x.device)
+        for part, region in zip(view_of(out, Tensor.split, numels, 1), regions, strict=True):
+            if part.data_ptr() != region.data_ptr():
+                part.copy_(region)
         return out
 
     def decode(self, messages: Tensor, out: Tensor, exact: Tensor | None = None) -> None:
-        if messages.data_ptr() != out.data_ptr():
-            out.copy_(messages[:, : out.shape[1]] if exact is not None else messages)
-        if exact is not None:
-            exact.copy_(messages[:, out.shape[1] :])
+        regions = [out] if exact is None else [out, exact]
+        parts = view_of(messages, Tensor.split, tuple(region.shape[1] for region in regions), 1)
+        for part, region in zip(parts, regions, strict=True):
+            if part.data_ptr() != region.data_ptr():
+                region.copy_(part)
 
     def decode_sum(
         self,
@@ -124,7 +124,7 @@ class Identity:
     ) -> None:
         """Add up as ``Codec.decode_sum`` says; messages have out's elements, then exact's."""
         regions = (out,) if exact is None else (out, exact)
-        parts = messages.split([x.numel() for x in regions], dim=1)
+        parts = view_of(messages, Tensor.split, tuple(x.numel() for x in regions), 1)
         for part, total, first in zip_longest(parts, regions, own):
             sum_rows(part, total, accumulate, first)
 
@@ -162,6 +162,7 @@ class Blockwise(Coding):
     def wire_dtype(self) -> torch.dtype:
         return torch.uint8
 
+    @made_once
     def message_numel(self, n: int, exact: int = 0) -> int:
         return self.message_bytes(n, exact * self.exact_dtype.itemsize)
 
@@ -178,9 +179,21 @@ class Blockwise(Coding):
 
     def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Encode as the protocol says. ``out`` must be uint8 and contiguous."""
+        return self._encode(x, exact, out, None)
+
+    def encode_difference(
+        self, x: Tensor, base: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Encode what x [k, n], rounded to base's dtype, differs by from base [k, n]; exact [k, e] as it is.
+
+        The difference is taken in x's dtype, in fp32 at least.
+        """
+        return self._encode(x, exact, out, base.contiguous())
+
+    def _encode(self, x: Tensor, exact: Tensor | None, out: Tensor | None, base: Tensor | None) -> Tensor:
         e = 0 if exact is None else exact.shape[1]
         out = self._message(x.shape[0], x.shape[1], e, x.device, out)
-        quantize(x.contiguous(), out, self.form)
+        quantize(x.contiguous(), out, self.form, base)
         if exact is not None:
             self.exact(out, x.shape[1], e).copy_(exact)
         return out
@@ -253,7 +266,9 @@ class Blockwise(Coding):
         if not e:  # an empty message's strides do not allow a view
             return messages.new_empty(len(messages), 0, dtype=self.exact_dtype)
         start = self._exact_start(n)
-        return messages[:, start : start + e * self.exact_dtype.itemsize].view(self.exact_dtype)
+        stop = start + e * self.exact_dtype.itemsize
+        region: Tensor = view_of(messages, _columns, start, stop, self.exact_dtype)
+        return region
 
     @made_once
     def _exact_start(self, n: int) -> int:
@@ -274,6 +289,10 @@ class Blockwise(Coding):
             if low < high:  # often there are none
                 out[:, low:high].zero_()
         return out
+
+
+def _columns(messages: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    return messages[:, start:stop].view(dtype)
 
 
 def codec_of(
@@ -313,8 +332,13 @@ def encoded(codec: Codec, regions: Sequence[Tensor], take: Take) -> Tensor:
     as_they_are = isinstance(codec, Identity) and len(regions) == 1 and regions[0].dtype == codec.wire_dtype
     if as_they_are and regions[0].is_contiguous():
         return regions[0].flatten(1)
-    rows, m = regions[0].shape[0], codec.message_numel(*(r[0].numel() for r in regions))
-    return codec.encode(*regions, out=take(rows * m, codec.wire_dtype).view(rows, m))
+    rows, m = len(regions[0]), codec.message_numel(*row_numels(regions))
+    return codec.encode(*regions, out=view_of(take(rows * m, codec.wire_dtype), Tensor.view, rows, -1))
+
+
+def row_numels(regions: Sequence[Tensor]) -> list[int]:
+    """Return the elements of a row of each region [k, ...]."""
+    return [region.numel() // len(region) for region in regions]
 
 
 def decoded(

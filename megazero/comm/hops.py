@@ -19,11 +19,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megazero.comm.codec import Blockwise, Codec, Identity, encoded
+from megazero.comm.codec import Blockwise, Codec, Identity, encoded, row_numels
 from megazero.comm.rows import RowRun, Rows, Views
 from megazero.comm.watch import Watch
-from megazero.kernels.arena import Arena, Frame, Take
+from megazero.kernels.arena import Arena, Frame, Take, part_of, view_of
 from megazero.mesh.levels import links_of, short
 from megazero.mesh.mesh import Axis, all_gather_flat
 from megazero.mesh.waiting import waiting
@@ -147,7 +148,8 @@ def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffi
     splits = [messages.shape[1]] * axis.size
     if messages.shape[0] < axis.size:
         splits[axis.index] = 0
-    return start_route(axis, out.view(-1), messages.view(-1), splits, splits, "reduce", traffic)
+    into, own = view_of(out, Tensor.view, -1), view_of(messages, Tensor.view, -1)
+    return start_route(axis, into, own, splits, splits, "reduce", traffic)
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ def reduce_through(
     so this rank's own row is a message on every axis.
     """
     frame = on.frame()
-    runs, numels = rows.every, [region[0].numel() for region in rows.regions]
+    runs, numels = rows.every, row_numels(rows.regions)
     messages = _encoded(legs[0], runs, frame)
     for leg, following in pairwise(legs):
         received = yield from _exchange(leg, runs, messages, frame, on, watches)
@@ -314,10 +316,10 @@ def _encoded(leg: Leg, runs: Sequence[RowRun], frame: Frame) -> torch.Tensor:
     """Return the messages [k, m] of runs, in a buffer of the frame, or the rows themselves if they may be sent so."""
     if len(runs) == 1:
         return encoded(leg.codec, runs[0].rows, frame.take)
-    m = leg.codec.message_numel(*(region[0].numel() for region in runs[0].rows))
+    m = leg.codec.message_numel(*row_numels(runs[0].rows))
     messages = _table(frame, runs[-1].to.stop, m, leg.codec.wire_dtype)
     for run in runs:
-        leg.codec.encode(*run.rows, out=messages[run.to])
+        leg.codec.encode(*run.rows, out=part_of(messages, run.to))
     return messages
 
 
@@ -361,4 +363,5 @@ def _show(
 
 def _table(frame: Frame, rows: int, m: int, dtype: torch.dtype) -> torch.Tensor:
     """Take a buffer of messages [rows, m]."""
-    return frame.bind(rows * m, dtype, rows, lambda buffer: buffer.view(rows, m))
+    table: torch.Tensor = view_of(frame.take(rows * m, dtype), Tensor.view, rows, m)
+    return table

@@ -15,9 +15,11 @@ def made_once(method: Method) -> Method:
 
     @wraps(method)
     def found(self: Any, *asked: Any) -> Any:
-        made = vars(self).setdefault(name, {})
-        if asked not in made:
-            made[asked] = method(self, *asked)
-        return made[asked]
+        try:
+            return vars(self)[name][asked]
+        except KeyError:
+            pass
+        made = vars(self).setdefault(name, {})[asked] = method(self, *asked)
+        return made
 
     return cast(Method, found)

@@ -93,14 +93,16 @@ class Peers:
         own = own.contiguous()
         self.count(own.nbytes)
         out = own.new_empty(self.size * own.shape[0], *own.shape[1:])
-        work = all_gather_flat(out, own, group=self._group(), async_op=True)
+        # gloo knows no fp8
+        whole, part = (x.view(torch.uint8) if x.itemsize == 1 else x for x in (out, own))
+        work = all_gather_flat(whole, part, group=self._group(), async_op=True)
         return self._pending(work, own, lambda: out)
 
-    def start_sum(self, x: Tensor) -> Pending:
-        """Sum ``x`` (any shape) over the ranks, in place where it is contiguous."""
+    def start_sum(self, x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Pending:
+        """Sum ``x`` (any shape) over the ranks, in place where it is contiguous. operation: in place of the sum."""
         x = x.contiguous()
         self.traffic.add(self.kind, self.link, 2 * (self.size - 1) * x.nbytes // self.size)  # a ring's share
-        work = dist.all_reduce(x, group=self._group(), async_op=True)
+        work = dist.all_reduce(x, operation, group=self._group(), async_op=True)
         return self._pending(work, x, lambda: x)
 
     def start_scatter(self, x: Tensor, ordered: bool = False) -> Pending:

@@ -81,10 +81,10 @@ class Codecs(Generic[Format]):
         """Whether nothing is rounded."""
         return not self.codings
 
-    @property
-    def mixes(self) -> bool:
-        """Whether a codec mixes padding with values (kernels/hadamard.py), so that it is cleared after decoding."""
-        return any(coding.hadamard for coding in quantised(self))
+
+def mixes(format: MessageFormat | None) -> bool:
+    """Whether a format mixes padding with values (kernels/hadamard.py), so that it is cleared after decoding."""
+    return isinstance(format, Coding) and format.hadamard > 0
 
 
 def quantised(codecs: Codecs[Any]) -> Iterator[Coding]:

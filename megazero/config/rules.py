@@ -15,6 +15,7 @@ from megazero.config.layout import context_rules, outer_rules, pipeline_rules, w
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import model_spec
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
 from megazero.config.options.data_inputs import PARTS, TOKENIZERS, parse_data_path, parse_split
@@ -113,6 +114,31 @@ def _balance(config: RunConfig) -> Iterator[str]:
     for name in ("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_topk_scaling_factor"):
         if getattr(model, name):
             yield f"{said} does not take --{name.replace('_', '-')}, which Megatron ignores with it; leave it out"
+
+
+def _fp8(config: RunConfig) -> Iterator[str]:
+    """Report products in fp8 of which the model has none."""
+    least = config.precision.fp8_least
+    if least is None or any(line for rule in model_rules.RULES for line in rule(config.model)):
+        return
+    layers = model_spec(config.model).layers
+    if not any(layer.in_fp8(least).matrices for layer in layers):
+        largest = max((min(p.shape) for layer in layers for p in layer.linears), default=None)
+        near = "no --fp8-format, which is bf16" if largest is None else largest
+        yield f"--fp8-min-size {least}: no matrix of the layers that fp8 takes is as large; nearest: {near}"
+
+
+def fp8_share(config: RunConfig) -> Iterator[str]:
+    """Say how much is multiplied in fp8."""
+    if (least := config.precision.fp8_least) is None:
+        return
+    spec = model_spec(config.model)
+    large = sum(len(layer.places) * layer.in_fp8(least).matrices for layer in spec.layers)
+    slow = "" if config.training.compile else "; --compile joins the conversions to fp8, which else take long"
+    yield (
+        f"{large / spec.multiply_adds:.0%} of the layers' multiply-adds are in fp8; head, embedding, router, "
+        f"experts and latents multiply in bf16{slow}"
+    )
 
 
 def idle_router(config: RunConfig) -> Iterator[str]:
@@ -303,6 +329,7 @@ RULES: tuple[Rule, ...] = (
     _attention,
     _compiled,
     _loss_scale,
+    _fp8,
     _implementations,
     _retention,
     _spikes,

@@ -13,14 +13,14 @@ from megazero.config.layout.outer_rules import outer_notes
 from megazero.config.layout.shards import QUANTISED, resolve_shards
 from megazero.config.layout.wire_rules import may_quantise, message_facts
 from megazero.config.model.published import is_published
+from megazero.config.model.section import complete
 from megazero.config.nearest import multiples_around
 from megazero.config.options.data_inputs import PARTS
 from megazero.config.options.fields import Unjudged, fault, guarded
 from megazero.config.options.needs import without_effect
 from megazero.config.options.sections import OuterConfig
-from megazero.config.rules import RULES, idle_router
+from megazero.config.rules import RULES, fp8_share, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
-from megazero.families import FAMILIES
 from megazero.mesh.grid import context_problem, expert_problem
 
 
@@ -53,8 +53,7 @@ def judge(
         judged = replace(config, **{n: guarded(getattr(config, n), broken) for n in section_types()})
     for rule in RULES:
         errors += _judged(rule, judged)
-    family = FAMILIES.get(config.model.model_family)
-    defaults = family.defaults if family else {}
+    defaults = complete({name: values[name] for name in _DECIDING if name not in broken})
     idle = [*without_effect(all_options().values(), values, facts(config), defaults, broken)]
     errors += [line for opt, line in idle if opt.strict]
     if world is not None:
@@ -111,6 +110,7 @@ def _other_lifetime(config: RunConfig, world: World | None) -> Iterator[str]:
         yield f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
 
 
+_DECIDING = ("model_family", "hidden_size", "num_attention_heads")  # what others of the model are by default
 # Options that others may decide. While one of those is not legal, the derived option is not judged.
 DERIVED_FROM = {
     "ffn_hidden_size": ("hidden_size",),
@@ -240,6 +240,7 @@ LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes)
 # What is not as one may expect of a legal configuration.
 NOTES: tuple[Callable[[RunConfig, World | None], Iterable[str]], ...] = (
     lambda config, _: idle_router(config),
+    lambda config, _: fp8_share(config),
     lambda config, _: outer_notes(config),
     context_rules.context_notes,
     _other_lifetime,

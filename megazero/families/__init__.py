@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from megazero.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megazero.families.dots1 import DOTS1
 from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, grouped_row
@@ -52,6 +53,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             GRANITEMOE,
             GLM4_MOE,
             DOTS1,
+            DEEPSEEK_V2,
+            DEEPSEEK_V3,
             QWEN3_NEXT,
         )
     }

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Frequency = tuple[int, ...] | None
-SOFTMAX, GATED_DELTA_NET = "softmax", "gated_delta_net"  # mixers of tokens (config/model/mixers)
+# Mixers of tokens (config/model/mixers).
+SOFTMAX, LATENT, GATED_DELTA_NET = "softmax", "latent", "gated_delta_net"
 MOST_LAYERS = 10_000  # of a model: a number beyond is a mistake, whose layers would be counted out for hours
 
 
@@ -56,11 +57,11 @@ class LayerKind:
 
 def layer_kind(options: Any, index: int) -> LayerKind:
     """Return the kind of layer ``index`` (from 0). ``options`` has the options of a model as attributes."""
-    other = options.experimental_attention_variant
-    softmax = other is None or _chosen(options, "linear_attention_freq", index)
+    softmax, other = _softmax(options), options.experimental_attention_variant
+    mixer = softmax if other is None or _chosen(options, "linear_attention_freq", index) else other
     windowed = options.sliding_window is not None and not _chosen(options, "window_attn_skip_freq", index)
-    windowed = windowed and softmax
-    unturned = _chosen(options, "no_rope_freq", index) or not softmax
+    windowed = windowed and mixer == softmax
+    unturned = _chosen(options, "no_rope_freq", index) or mixer != softmax
     local = options.rotary_window_base if windowed else None
     return LayerKind(
         options.sliding_window if windowed else None,
@@ -68,16 +69,20 @@ def layer_kind(options: Any, index: int) -> LayerKind:
         options.rotary_base if local is None else local,
         options.rotary_scaling if local is None else "none",
         options.num_experts is not None and _chosen(options, "moe_layer_freq", index),
-        SOFTMAX if softmax else other,
+        mixer,
     )
 
 
 def mixers(options: Any) -> tuple[str, ...]:
     """Return the names of the mixers of tokens that layers have. It asks no list of layers, which may be illegal."""
-    other = options.experimental_attention_variant
+    softmax, other = _softmax(options), options.experimental_attention_variant
     if other is None:
-        return (SOFTMAX,)
-    return (other,) if options.linear_attention_freq is None else (SOFTMAX, other)
+        return (softmax,)
+    return (other,) if options.linear_attention_freq is None else (softmax, other)
+
+
+def _softmax(options: Any) -> str:
+    return LATENT if options.multi_latent_attention else SOFTMAX
 
 
 def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[LayerKind]:

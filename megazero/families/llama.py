@@ -108,12 +108,14 @@ def relative(
     only: Mapping[str, tuple[Any, ...]] = SILU,
     aliases: Mapping[str, str] | None = None,
     model_type: str | None = None,
+    other_types: tuple[str, ...] = (),
 ) -> Family:
     """Return the record of a family that is Llama except for what is given.
 
     ``choices`` are defaults that differ from Llama's, ``absent`` what an absent field means where that differs.
     With ``tied``, embeddings and head are tied by default, in a new model as in a config.json. ``model_type`` is
-    given where transformers has another name. See ``Family`` and ``HuggingFace`` for the rest.
+    given where transformers has another name; ``other_types`` are read, too. See ``Family`` and ``HuggingFace`` for
+    the rest.
     """
     return Family(
         name=name,
@@ -128,6 +130,7 @@ def relative(
             aliases=aliases or {},
             only=only,
             groups=groups,
+            other_types=other_types,
         ),
     )
 

@@ -53,12 +53,16 @@ def attend(
 ) -> Tensor:
     """Return attention [queries, b, heads, d] of q [queries, b, heads, d] and of k and v [s, b, kv heads, d].
 
+    Narrower values get zeros, and the result their width: most kernels take heads of one width.
     dropout: the probability of a weight to be dropped, with the mask of ``key``. Without a key nothing is dropped.
     """
     compute = _WAYS[_way(tables.masking, tables.backend, q.device)].compute
     if key is None or dropout == 0:
-        return compute(q, k, v, tables, 0.0, None)
-    return compute(q, k, v, tables, dropout, key)
+        dropout, key = 0.0, None
+    width = v.shape[-1]
+    if width == q.shape[-1]:
+        return compute(q, k, v, tables, dropout, key)
+    return compute(q, k, F.pad(v, (0, q.shape[-1] - width)), tables, dropout, key)[..., :width]
 
 
 # --- torch's scaled_dot_product_attention ---------------------------------------------------------------------------
@@ -384,7 +388,7 @@ def attention_note(
         )
     if wants - PLAIN:
         return f"attention with {' and '.join(sorted(wants))}: --attention-backend {backend}"
-    kernel = next((mixer.heads for mixer in mixers_of(model) if mixer.heads), None)
+    kernel = mixers_of(model)[0].heads
     if kernel is not None and backend == TORCH and device.type != "cpu":
         heads = tp.share(kernel.number, "num_attention_heads")
         if not fused(heads, heads, kernel.width, dtype, device, model.attention_dropout):

@@ -1,11 +1,15 @@
-"""torch.compile of what a decoder layer computes (``DecoderLayer._layer``), inside the engine's hooks.
+"""torch.compile of what decoder layers and the head compute, inside the engine's hooks.
 
-The hooks gather parameters before a layer is called and release them after, in eager Python; what is compiled is a
+The hooks gather parameters before a module is called and release them after, in eager Python; what is compiled is a
 function of tensors, so one graph for training and one for evaluation serve all layers of a kind. Tables, masks and
-dropout keys are made before the layers. Tensor-parallel linears and those of a split backward are cut out
-(``tp/linear.py``), and so are swaps of context parallelism (``comm/peers.py``): their collectives overlap, are
-counted and are put off as without compiling. Where none is there, a graph is whole, and what would break it is an
-error.
+dropout keys are made before the layers.
+
+Of layers these are cut out: tensor-parallel linears and those of a split backward (``tp/linear.py``) and swaps of
+context parallelism (``comm/peers.py``), whose collectives overlap, are counted and are put off as without compiling,
+and experts with their router (``models/experts.py``). Where none is there, a graph is whole, and what would break it
+is an error. The head with its loss is whole, too; with tensor-parallel ranks, a split backward or the loss in chunks
+what the loss does with a rank's logits is compiled (``tp/cross_entropy.py``). The embedding stays as it is: a
+compiler's gradient of it adds in an order that varies.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ import os
 import shutil
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import torch
 
@@ -24,22 +30,34 @@ from megazero.models.attention import allow_graphs
 from megazero.models.decoder import Decoder
 from megazero.models.feed_forward import FeedForward
 from megazero.models.layer import DecoderLayer
+from megazero.tp import LossPieces
 
 
-def compile_layers(decoder: Decoder, backend: str) -> None:
-    """Compile the decoder's layers, when each kind is first called.
+def compile_decoder(decoder: Decoder, backend: str) -> None:
+    """Compile the decoder's layers and its head, when each kind is first called.
 
     backend: of torch.compile. Raises ValueError if inductor lacks what it needs on this machine.
     """
     if backend == INDUCTOR:
         _require_compiler()
     allow_graphs(len(set(layer_kinds(decoder.config))))
-    whole = decoder.tp.size == decoder.cp.size == 1 and decoder.tp.deferred is None
-    compiled = torch.compile(DecoderLayer._layer, backend=backend, fullgraph=whole, dynamic=False)
+    compiled = partial(torch.compile, backend=backend, dynamic=False)
+    alone = decoder.tp.size == 1 and decoder.tp.deferred is None
+    names = ("forward", "_layer", "_attended", "_fed")
+    functions = {name: compiled(getattr(DecoderLayer, name), fullgraph=name == "forward") for name in names}
     for layer in decoder.layers.values():
         assert isinstance(layer, DecoderLayer)
-        if isinstance(layer.mlp, FeedForward):  # groups of experts have other sizes in every micro-batch
-            layer.compiled = compiled
+        whole = alone and decoder.cp.size == 1 and isinstance(layer.mlp, FeedForward)
+        # A recompute is inside a whole graph, which chooses what is kept among all operations, and around others.
+        parts = ("_attended", "_fed") if layer.recompute == "mlp" else ("_layer",)
+        for name in ("forward",) if whole else parts:
+            setattr(layer, name, MethodType(functions[name], layer))
+    if (head := decoder.head) is None:
+        return
+    if alone and head.loss_chunk is None:
+        head.forward = compiled(head.forward, fullgraph=True)  # type: ignore[method-assign]
+    else:
+        head.pieces = LossPieces(*(compiled(piece, fullgraph=True) for piece in head.pieces))
 
 
 def _require_compiler() -> None:

@@ -36,6 +36,7 @@ from megazero.moe import Balance, BalanceLosses, Decision, ExpertParallel
 from megazero.pp.partition import StageSpec, partition
 from megazero.products.product import PLAIN
 from megazero.tp import (
+    PIECES,
     TensorParallel,
     VocabParallelEmbedding,
     VocabShard,
@@ -95,7 +96,7 @@ class Head(nn.Module):
     """Holds the final norm, the projection to the vocabulary, and the loss.
 
     ``weight`` is [vocabulary rows of this rank, h]. It is the embedding's Parameter when tied. ``loss_chunk``: of how
-    many tokens logits are held for a weighted loss; None: of all.
+    many tokens logits are held for a weighted loss; None: of all. ``pieces``: of the loss (tp/cross_entropy.py).
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Head(nn.Module):
         super().__init__()
         tp = replace(tp, product=PLAIN)  # logits are computed as they are
         self.config, self.tp, self.z_loss, self.loss_chunk = config, tp, z_loss, loss_chunk
+        self.pieces = PIECES
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
@@ -147,7 +149,7 @@ class Head(nn.Module):
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         z_loss = self.z_loss if self.training else 0.0
-        return vocab_parallel_cross_entropy(logits, labels, self.shard, self.tp, z_loss)
+        return vocab_parallel_cross_entropy(logits, labels, self.shard, self.tp, z_loss, self.pieces)
 
 
 class Decoder(nn.Module):
@@ -177,7 +179,7 @@ class Decoder(nn.Module):
 
         ep: the ranks that share the experts.
         recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
-            or "full" layers.
+            "mlp" (or experts) with its norms, or "full" layers.
         attention_backend: what computes attention (--attention-backend).
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         loss_chunk: of how many tokens logits are held at once where ``loss_weights`` are given; None: of all.

@@ -93,6 +93,7 @@ def router_of(config: ModelConfig) -> Router:
         scaling_factor=config.moe_router_topk_scaling_factor,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        group_best=config.group_best,
     )
 
 
@@ -127,6 +128,17 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, decision: Decision) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
+        out = self._routed(x, decision)
+        if self.shared_expert is None:
+            return out
+        beside = self.shared_expert(x)
+        if self.shared_gate is not None:
+            beside = beside * nn.functional.linear(x, self.shared_gate.weight).sigmoid()
+        return out + beside
+
+    @torch._disable_dynamo  # a decision is taken once and counted, and experts get other rows in every micro-batch
+    def _routed(self, x: Tensor, decision: Decision) -> Tensor:
+        """Return the sum of each token's experts."""
         config, tokens = self.config, x.flatten(0, 1)
         assert config.num_experts is not None
         bias, even = self.router.e_score_correction_bias, self.even(x.shape[1])
@@ -138,13 +150,7 @@ class MixtureOfExperts(nn.Module):
         dispatch = dispatch_to(routed.experts, config.num_experts, self.ep, self.row_counts.get(decision))
         self.row_counts[decision] = dispatch.counts
         rows = self.experts(*dispatch.spread(tokens, probabilities), dispatch.ends)
-        out = dispatch.collect(rows).view_as(x)
-        if self.shared_expert is None:
-            return out
-        beside = self.shared_expert(x)
-        if self.shared_gate is not None:
-            beside = beside * nn.functional.linear(x, self.shared_gate.weight).sigmoid()
-        return out + beside
+        return dispatch.collect(rows).view_as(x)
 
     def even(self, samples: int) -> Callable[[Tensor], Tensor] | None:
         """Return what ranks the experts of these samples' tokens in training, where micro-batches choose evenly."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,7 +14,7 @@ from megazero.config.model.mixers import MIXERS
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import LayerKind
-from megazero.models.dropout import NO_DROPOUT, LayerDropout, keyed_dropout
+from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
 from megazero.models.experts import MixtureOfExperts
 from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import make_norm, normed
@@ -46,7 +45,7 @@ class DecoderLayer(nn.Module):
 
     ``kind`` says what its attention is, a mixer of tokens (config/model/mixers), and whether a mixture of experts is
     in the place of feed_forward, which adds ``losses``.
-    ``recompute`` is as in Decoder. ``compiled`` is ``_layer`` after torch.compile (compilation.py), or None.
+    ``recompute`` is as in Decoder.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class DecoderLayer(nn.Module):
             held = name in LAYER_NORMS[config.transformer_block_type]
             return make_norm(config, **factory) if held else None
 
-        self.compiled: Callable[..., Tensor] | None = None
         self.input_norm = norm("input_norm")
         self.attention: nn.Module = resolve_name(MIXERS[kind.mixer].module)(
             config, tp, cp, recompute, **factory
@@ -93,25 +91,39 @@ class DecoderLayer(nn.Module):
         ``tables`` are those of the layer's kind (``Positions.tables``). ``decision``: which experts the tokens go to,
         of a layer that has some.
         """
-        layer = self._layer if self.compiled is None else partial(self.compiled, self)
-        if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(layer, x, tables, dropout, decision)
-        return layer(x, tables, dropout, decision)
+        return self._perhaps_again("full", self._layer, x, tables, dropout, decision)
 
     def _layer(
         self, x: Tensor, tables: LayerTables, dropout: LayerDropout, decision: Decision | None
     ) -> Tensor:
-        of_attention, of_mlp = (None, None) if dropout.outputs is None else dropout.outputs.unbind()
+        words = (None, None) if dropout.outputs is None else dropout.outputs.unbind()
+        halfway = self._attended(x, tables, dropout.attention, words[0])
+        return self._perhaps_again("mlp", self._fed, *halfway, words[1], decision)
+
+    def _attended(
+        self, x: Tensor, tables: LayerTables, key: Key | None, words: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual with attention's output, and what the MLP, or the norm before it, takes."""
         inputs = normed(self.input_norm, x)
-        attended = normed(self.attention_output_norm, self.attention(inputs, tables, dropout.attention))
-        attended = self._added(x, attended, of_attention)
+        attended = normed(self.attention_output_norm, self.attention(inputs, tables, key))
+        attended = self._added(x, attended, words)
         if not self.config.parallel_block:
-            inputs = normed(self.mlp_norm, attended)
-        elif self.mlp_norm is not None:
-            inputs = self.mlp_norm(x)
+            return attended, attended
+        return attended, inputs if self.mlp_norm is None else x
+
+    def _fed(
+        self, attended: Tensor, inputs: Tensor, words: Tensor | None, decision: Decision | None
+    ) -> Tensor:
+        """Return the residual ``attended`` and what the MLP makes of ``inputs``."""
+        inputs = normed(self.mlp_norm, inputs)
         fed = self.mlp(inputs) if decision is None else self.mlp(inputs, decision)
-        fed = normed(self.mlp_output_norm, fed)
-        return self._added(attended, fed, of_mlp)
+        return self._added(attended, normed(self.mlp_output_norm, fed), words)
+
+    def _perhaps_again(self, granularity: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call ``function``, which the backward calls again if that is what is recomputed."""
+        if self.recompute == granularity and torch.is_grad_enabled():
+            return recomputed(function, *args)
+        return function(*args)
 
     def _added(self, x: Tensor, output: Tensor, words: Tensor | None) -> Tensor:
         """Return the residual ``x`` and the layer's ``output`` after dropout, times its multiplier."""

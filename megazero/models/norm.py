@@ -154,11 +154,14 @@ def _split_rms_norm(tp: TensorParallel, eps: float, count: int, *tensors: Tensor
     return _SplitRMSNorm.apply(tp, eps, count, *tensors)
 
 
-def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> nn.Module:
-    """Return the configuration's norm over ``size`` elements, which is the hidden dim if it is not given."""
+def make_norm(
+    config: ModelConfig, size: int | None = None, eps: float | None = None, **factory: Any
+) -> nn.Module:
+    """Return the configuration's norm over ``size`` elements (the hidden dim) with ``eps`` (norm_epsilon)."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     size = config.hidden_size if size is None else size
-    return kind(size, config.norm_epsilon, one_plus=config.apply_layernorm_1p, **factory)
+    eps = config.norm_epsilon if eps is None else eps
+    return kind(size, eps, one_plus=config.apply_layernorm_1p, **factory)
 
 
 def normed(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class Router:
     topk: experts of a token. score_function: "softmax", or a name of SCORES. pre_softmax: probabilities are
     softmax's over all experts; else over the chosen ones, so that they add up to 1. SCORES of several chosen
     experts are divided by their sum. scaling_factor: of the probabilities. num_groups, group_topk: experts lie in
-    groups, and a token goes to experts of ``group_topk`` of them, those whose best topk // group_topk experts
-    have the largest sums (DeepSeek-V3, arXiv 2412.19437).
+    groups, and a token goes to experts of ``group_topk`` of them, those whose ``group_best`` experts, by default
+    topk // group_topk, have the largest sums (DeepSeek-V3, arXiv 2412.19437).
     """
 
     topk: int
@@ -55,6 +55,7 @@ class Router:
     scaling_factor: float | None = None
     num_groups: int | None = None
     group_topk: int | None = None
+    group_best: int | None = None
 
     @property
     def plain(self) -> bool:
@@ -104,7 +105,7 @@ class Router:
         """Return by what groups are chosen, [T, num_groups]."""
         assert self.num_groups is not None and self.group_topk is not None
         groups = ranks.unflatten(-1, (self.num_groups, -1))
-        return groups.topk(self.topk // self.group_topk).values.sum(-1)
+        return groups.topk(self.group_best or self.topk // self.group_topk).values.sum(-1)
 
     def _within(self, ranks: Tensor, groups: Tensor) -> Tensor:
         """Return ``ranks`` that are -inf outside of ``groups``, [T, group_topk]."""

@@ -14,10 +14,19 @@ from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import EMBEDDING, HEAD, LayerSpec, ModuleSpec, is_layer, padded_spec
+from megazero.config.model.spec import (
+    EMBEDDING,
+    HEAD,
+    LargeLinears,
+    LayerSpec,
+    ModuleSpec,
+    is_layer,
+    padded_spec,
+)
 from megazero.families.layer_kinds import layer_kinds
 from megazero.plan.communication import nodes_of_token
 from megazero.pp.partition import StageSpec
+from megazero.products import operand_bytes
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
 DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
@@ -53,9 +62,11 @@ def layer_activations(
     own, once = (sum(layer.mixer.exchanged(tp, each).gathered) for each in (ranks, 1))
     # Those that are there again: copies, since ranks outnumber the key/value heads, and what is gathered.
     again = own - once + (groups - 1) * own
-    elements = layer.kept.stream / share + layer.kept.inner / tp + again
+    # Keys and values that are made of latents: of all groups' tokens.
     work, wide = layer.mixer.work, max(width, 4)
-    inside = tokens * wide * work.inside / tp
+    made = (groups - 1) * work.expanded / tp
+    elements = layer.kept.stream / share + layer.kept.inner / tp + work.shared + again + made
+    inside = wide * work.wide / tp
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     pairs = heads * model.seq_length
     backend = _backend(config, width, on_host, groups > 1)
@@ -63,18 +74,31 @@ def layer_activations(
     transient = 0.0
     if heads and (backend == "math" or (on_host and backend == "flash")):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
-    whole = tokens * (width * elements + masks + 4 * heads) + inside + scores
+    large, product = layer.in_fp8(config.precision.fp8_least), config.precision.product
+    whole = tokens * (width * elements + inside + masks + 4 * heads) + scores
+    whole -= tokens * _narrower(large, product, stream, tp, width)
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
         inner = max(inner, rows_between_nodes(model, nodes))
     gradients = inner / tp + layer.gradients.stream + (groups - 1) * own
-    gradients = tokens * width * gradients + transient
+    # Gradients in fp8 and their transpose, a byte an element.
+    gradients = tokens * (width * gradients + 2 * large.widest / tp) + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
+    if config.training.recompute_granularity == "mlp":
+        fed = width * (layer.fed.kept.stream / share + layer.fed.kept.inner / tp) + masks / 2
+        fed -= _narrower(layer.in_fp8(config.precision.fp8_least, "mlp."), product, stream, tp, width)
+        return LayerActivations(whole - tokens * fed, tokens * fed + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * (work.out / tp + again) + 4 * heads) + inside + scores
+        core = tokens * (width * (work.core / tp + again + made) + inside + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
+
+
+def _narrower(large: LargeLinears, product: str, stream: float, tp: int, width: int) -> float:
+    """Return how many bytes of a token are saved where inputs are kept as their products read them."""
+    inputs = ((stream, large.columns), (large.rows / tp, 1))
+    return sum((width * each - operand_bytes(product, int(each), width)) * count for each, count in inputs)
 
 
 def _piece(
@@ -133,7 +157,11 @@ class MicroBatchActivations:
         }
         tokens = config.batch.micro_batch_size * config.own_length
         self.stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-        self.raw = {kind: width * _largest_gradient(module, tp) for kind, module in self.spec.modules.items()}
+        least = config.precision.fp8_least
+        self.raw = {
+            kind: width * _largest_gradient(module, tp, tp > 1 or least is not None)
+            for kind, module in self.spec.modules.items()
+        }
         backend = _backend(config, width, on_host, config.context_levels(world)[1] > 1)
         self.masked = needs_mask(model, backend, config.data.reset_attention_mask)
 
@@ -193,6 +221,14 @@ def _head(
     # gradient before and after each of its operations, and a chunk keeps what they began with.
     capped = bool(model.final_logit_softcapping)
     first, then, last = ((3, 5, 2) if chunked else (2, 3, 1)) if capped else (1, 1, 1)
+    if config.training.compile:  # no part is widened, and the gradient is not written over what it is of
+        part = 0.0
+        if chunked:
+            then, last = then + 1, last + 1
+        elif tp == config.parallel.pipeline_model_parallel_size == 1:
+            first, then = 1, 2  # a whole graph, which computes tanh again
+        else:
+            then = max(then, 2)
     sums, product, inputs = 0.0, raw, 2 * stream
     if chunked:
         sums = raw * max(width, 4) / width
@@ -220,13 +256,13 @@ def _backend(config: RunConfig, width: int, on_host: bool, chunks: bool) -> str:
     return planned(config.model, choice, documents, 8 * width, on_host, chunks)
 
 
-def _largest_gradient(module: ModuleSpec, tp: int) -> int:
+def _largest_gradient(module: ModuleSpec, tp: int, joint: bool) -> int:
     """Return the most gradient elements that autograd holds at once before it accumulates them.
 
-    Tensor-parallel linears of one input (tp/linear.py) compute theirs together: q, k and v, or gate and up.
+    joint: linears of one input (tp/linear.py) compute theirs together, q, k and v, or gate and up.
     """
     largest = max(p.local_numel(tp) for p in module.parameters)
-    if not is_layer(module.kind) or tp == 1:
+    if not is_layer(module.kind) or not joint:
         return largest
     together = Counter[str]()
     for p in module.parameters:

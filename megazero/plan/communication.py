@@ -27,10 +27,11 @@ from megazero.mesh.levels import INTRA
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
+from megazero.products import operand_bytes
 from megazero.zero.plan import EXCHANGE, Hop, Hops, UnitCut, UnitPlan
 
 Bytes = Counter[tuple[str, str]]  # by kind of hop and link
-NUMBER = 4  # bytes of a number of rows
+NUMBER = 4  # bytes of a number of rows, or of the largest number of a tensor
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
 OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
@@ -221,12 +222,11 @@ class Activation:
         elements = self.whole // self.width
         return elements // self.tp * self.width if elements % self.tp == 0 else self.whole
 
-    @property
-    def summed(self) -> int:
-        """The bytes that a rank sends in a sum over tensor-parallel ranks: a ring's all-reduce, or with sequence
-        parallel one half of it.
+    def summed(self, elements: int) -> int:
+        """Return the bytes that a rank sends in a sum of so many elements of a token over tensor-parallel ranks: a
+        ring's all-reduce, or with sequence parallel one half of it.
         """
-        share = (self.tp - 1) * self.whole // self.tp
+        share = (self.tp - 1) * self.length * self.samples * elements * self.width // self.tp
         return share if self.sequence_parallel else 2 * share
 
 
@@ -439,7 +439,7 @@ def expert_rows(
     row, value = activation.hidden * activation.width, max(activation.width, 4)
     coding = dispatch_coding(config.parallel.moe_dispatch_across_nodes, activation.hidden)
     coded = coding.message_bytes(activation.hidden) if coding else row
-    recompute = config.training.recompute_granularity == "full"
+    recompute = config.training.recompute_granularity in ("full", "mlp")
     own, k = (model.num_experts or 0) // grid.ep, model.moe_router_topk
 
     def ways(sent: float, received: float, there: float, values: float, told: float) -> tuple[float, float]:
@@ -461,20 +461,41 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
     The forward adds up outputs; under sequence parallelism it first gathers inputs, and scatters the sums. The
     backward does the same with the gradients, and under sequence parallel gathers the inputs once more.
     """
-    unit, wire = activation.summed, int(activation.sequence_parallel)
-    forward = module.outputs + wire * module.inputs
-    backward = module.inputs * (1 + wire) + wire * module.outputs
+    summed, wire, hidden = activation.summed, int(activation.sequence_parallel), activation.hidden
+    shared = module.mixer.work.shared if isinstance(module, LayerSpec) else 0
+    gathered, agreed = _input_bytes(config, module, module.inputs, activation)
+    forward = summed(module.outputs + wire * shared) + gathered + agreed
+    backward = summed(module.inputs + shared + wire * module.outputs) + gathered
     if module.kind == HEAD:
         # Chunks compute the head's gradients in its forward, which has the gathered input already.
-        backward -= wire * has_loss_chunks(config)
-        return unit * forward + _sums(activation, 2), unit * backward
+        return forward + _sums(activation, 2), backward - gathered * has_loss_chunks(config)
     if not isinstance(module, LayerSpec):
-        return unit * forward, unit * backward
+        return forward, backward
     norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce
-    if config.training.recompute_granularity != "full":
-        return unit * forward + norms, unit * backward + norms
-    # The backward repeats the forward, but for the last sum if nothing reads it.
-    return unit * forward + norms, unit * (backward + forward - (not module.rereads_output)) + 2 * norms
+    forward, backward, repeated = forward + norms, backward + norms, 0
+    # A recompute repeats the forward, or its second half, but for the last sum if nothing reads it.
+    if config.training.recompute_granularity == "full":
+        repeated = forward
+    elif config.training.recompute_granularity == "mlp":
+        inputs = module.fed.sums * hidden
+        repeated = summed(inputs) + sum(_input_bytes(config, module, inputs, activation, "mlp."))
+    if repeated and not module.rereads_output:
+        repeated -= summed(hidden)
+    return forward, backward + repeated
+
+
+def _input_bytes(
+    config: RunConfig, module: ModuleSpec, inputs: int, activation: Activation, part: str = ""
+) -> tuple[int, int]:
+    """Return the bytes of one gather of these inputs, elements of a token of the module's part, and of what ranks
+    agree on before the first one."""
+    if not activation.sequence_parallel:
+        return 0, 0
+    precision, peers, hidden = config.precision, activation.tp - 1, activation.hidden
+    rounded = module.in_fp8(precision.fp8_least, part).columns if isinstance(module, LayerSpec) else 0
+    each = operand_bytes(precision.product, hidden, activation.width) * activation.own_tokens
+    gathered = peers * each * rounded + activation.summed(inputs - rounded * hidden)
+    return gathered, 2 * peers * NUMBER // activation.tp * rounded * (precision.product == "fp8_tensorwise")
 
 
 def _sums(activation: Activation, numbers: int) -> int:

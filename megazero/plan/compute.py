@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from megazero.config import RunConfig
 from megazero.config.model.attention import BAND, needs_mask, planned
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
+from megazero.config.model.spec import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    LargeLinears,
+    LayerSpec,
+    ModuleSpec,
+    is_layer,
+    padded_spec,
+)
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import Grid
@@ -35,7 +44,13 @@ from megazero.pp.schedules import Kind
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
 # Per element of an optimizer slice: the norm reads 4, the clip reads and writes 8, the update reads 16 and writes 12.
 UPDATE_BYTES = 40
+# Bytes of an element that is converted to fp8: it is read for its largest number, read and written; in a backward
+# written transposed, too.
+CONVERTED, TURNED = 5, 2
 COMPILED = 0.5  # of the bytes of a layer's operations that are no products, where a compiler joins them
+# How often a forward reads and writes the logits. A backward counts as two: a compiler's passes are written by the
+# product, read by the loss, and read and written by its gradient.
+LOGITS, COMPILED_LOGITS = 3, 4 / 3
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no rate of codecs
 
 
@@ -73,7 +88,9 @@ class ModuleTimes(NamedTuple):
 class Sizes(NamedTuple):
     """The size of a forward of one module and micro-batch on a rank.
 
-    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
+    matrices, attention, other: operations. core: those of matrices inside the core that selective recompute repeats.
+    moved: bytes beside the matrices. weights: elements of the matrices. fed: the shares of matrices and of moved that
+    a recompute of the MLP repeats.
     """
 
     matrices: float
@@ -83,6 +100,8 @@ class Sizes(NamedTuple):
     other: float = 0.0
     products: int = 0
     keys: float = 0.0
+    core: float = 0.0
+    fed: tuple[float, float] = (0.0, 0.0)
 
     @property
     def operations(self) -> float:
@@ -105,7 +124,7 @@ class Compute:
         device, dtype = cluster.device, config.precision.params_dtype
         self.width = WIDTHS[dtype]
         self.matrix_rate = device.peak(dtype) * device.matmul_efficiency
-        self.linear_rate = device.peak(config.precision.product) * device.matmul_efficiency  # in layers
+        self.large_rate = device.peak(config.precision.product) * device.matmul_efficiency
         self.memory_rate = device.memory_gbytes_per_s * 1e9
         self.layer_rate = (
             self.memory_rate * device.memory_efficiency / (COMPILED if config.training.compile else 1)
@@ -149,23 +168,30 @@ class Compute:
         kinds = layer_kinds(model, layer.places)
         # Keys of a query. With a mask kernels compute the hidden half, too; documents' lengths are not known.
         choice, on_host = self.config.training.attention_backend, self.cluster.on_host
-        chunks = self.grid is not None and self.grid.cp_keys > 1
-        backend = planned(model, choice, documents, 8 * self.width, on_host, chunks)
+        groups = 1 if self.grid is None else self.grid.cp_keys
+        backend = planned(model, choice, documents, 8 * self.width, on_host, groups > 1)
         dense = needs_mask(model, backend, documents)
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
-        matrices = 2 * tokens * layer.multiply_adds / tp
         work = layer.mixer.work
+        core = 2 * tokens * groups * work.expansion / tp
+        matrices = 2 * tokens * layer.multiply_adds / tp + core * (groups - 1) / groups
         attention, keys = 2 * tokens * (keys * work.pair + work.token) / tp, keys if work.pair else 0.0
-        moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
+        moved, again = (
+            each.stream / (tp if self.sharded else 1) + each.inner / tp
+            for each in (layer.moved, layer.fed.moved)
+        )
         products = sum(p.multiplies for p in layer.parameters)
         weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
-        return Sizes(matrices, attention, moved * tokens * self.width, weights, products=products, keys=keys)
+        fed = layer.fed.multiply_adds / layer.multiply_adds, again / moved
+        moved *= tokens * self.width
+        return Sizes(matrices, attention, moved, weights, 0.0, products, keys, core, fed)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
         rows, weights = model.padded_vocab_size(tp) / tp, self.spec.head.multiply_adds / tp
-        moved = tokens * (3 * rows * self.width + 2 * model.hidden_size * self.width)
+        passes = COMPILED_LOGITS if self.config.training.compile else LOGITS
+        moved = tokens * self.width * (passes * rows + 2 * model.hidden_size)
         return Sizes(2 * tokens * weights, 0.0, moved, weights, products=1)
 
     def _embedding(self) -> Sizes:
@@ -175,7 +201,7 @@ class Compute:
     def _module(self, kind: str, sizes: Sizes) -> ModuleTimes:
         matrices, attention, moved, weights = sizes[:4]
         into, out, busy = self._tensor_parallel(kind)
-        rows, rate = self._measured(kind), self.linear_rate if is_layer(kind) else self.matrix_rate
+        rows, (rate, rate_of_weights) = self._measured(kind), self._rates(kind)
         if rows:
             forward, backward = self._stretched(rows, sizes, rate)
             if rows[0].tp > 1:  # their collectives were measured with them
@@ -185,29 +211,57 @@ class Compute:
                 forward, backward = forward - into * min(crowd, 1.0), backward - out * min(crowd, 1.0)
             operations = max(matrices + attention, 1.0)
             product, core = forward * matrices / operations, forward * attention / operations
-            product = min(product, backward / 2)  # the weights' half of the backward
+            of_weights = min(product, backward / 2)  # their half of the backward
         else:
             device = self.cluster.device
             read = weights * self.width / self.memory_rate
-            product = max(matrices / rate, read) + sizes.products * device.product_us * 1e-6
+            product, of_weights = (
+                max(matrices / each, read) + sizes.products * device.product_us * 1e-6
+                for each in (rate, rate_of_weights)
+            )
             ramp = 1 + device.attention_half_keys / sizes.keys if sizes.keys else 1.0
             core = attention / self.attention_rate * ramp
             rest = moved / (
                 self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
             )
-            forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
-        again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
-        again = again if is_layer(kind) else 0.0
+            there, back = (each / self.layer_rate for each in self._converted(kind))
+            forward = product + core + rest + there
+            backward = product + of_weights + 2 * rest + ATTENTION_BACKWARD * core + back
+        fed = product * sizes.fed[0] + (forward - product - core) * sizes.fed[1]
+        again = {"full": forward, "selective": core + product * sizes.core / max(matrices, 1.0), "mlp": fed}
+        repeated = again.get(self.config.training.recompute_granularity, 0.0) if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(Spent(forward + backward, tensor=into), Spent(tensor=out))
         swaps, exchanged = (
             each(self.spec.modules[kind]) for each in (self._context_parallel, self._expert_parallel)
         )
-        there, back = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
-        backward -= product
+        first, then = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
+        backward -= of_weights
         return ModuleTimes(
-            there._replace(compute=forward), back._replace(compute=backward, recompute=again), product
+            first._replace(compute=forward), then._replace(compute=backward, recompute=repeated), of_weights
         )
+
+    def _large(self, kind: str) -> LargeLinears:
+        module = self.spec.modules[kind]
+        least = self.config.precision.fp8_least
+        return module.in_fp8(least) if isinstance(module, LayerSpec) else LargeLinears()
+
+    def _rates(self, kind: str) -> tuple[float, float]:
+        """Return the operations per second of a module's matrices, and of the gradients of its weights."""
+        large, precision = self._large(kind).matrices, self.config.precision
+        if not large:
+            return self.matrix_rate, self.matrix_rate
+        share = large / self.spec.modules[kind].multiply_adds
+        rate = 1 / (share / self.large_rate + (1 - share) / self.matrix_rate)
+        return rate, self.matrix_rate if precision.fp8_recipe == "rowwise" else rate
+
+    def _converted(self, kind: str) -> tuple[float, float]:
+        """Return the bytes in which a forward and a backward convert to fp8."""
+        large, tp = self._large(kind), self.tp
+        inputs = self.tokens * (large.columns * self.config.model.hidden_size + large.rows / tp)
+        outputs = self.tokens * (large.written + large.outputs / tp)
+        weights = large.matrices / tp
+        return CONVERTED * (inputs + weights), (CONVERTED + TURNED) * (outputs + weights) + TURNED * inputs
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
@@ -245,7 +299,7 @@ class Compute:
         """
         if self.tp == 1:
             return 0.0, 0.0, 0.0
-        each = self.activation.summed
+        each = self.activation.summed(self.activation.hidden)
         operation = "gather" if self.sharded else "sum"
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)

@@ -23,7 +23,7 @@ from megazero.config.layout.shards import AUTO, QUANTISED
 from megazero.config.model.spec import model_spec
 from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
-from megazero.config.options.sections import ZeroConfig
+from megazero.config.options.sections import RECOMPUTE, ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.mesh.grid import whole_parts
 from megazero.plan.base_layout import BaseLayout, Partition
@@ -239,7 +239,7 @@ class Search:
                     mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
                 ):
                     for stages in self._stages(pp):
-                        for recompute in self._free("recompute_granularity", ["none", "selective", "full"]):
+                        for recompute in self._free("recompute_granularity", list(RECOMPUTE)):
                             for size in self._free("micro_batch_size", self._micro_batches(tp * pp * cp)):
                                 yield {
                                     tensor: tp,

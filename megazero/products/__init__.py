@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megazero.products.product import Product
 
-# Where the object of each is. A cluster file has the rate of NAME as device.NAME_tflops.
+# Where the class of each is. A cluster file has the rate of NAME as device.NAME_tflops.
+_FP8 = {"tensorwise": "TensorScales", "rowwise": "RowScales", "blockwise": "BlockScales"}
+RECIPES = tuple(_FP8)  # of scales of fp8
+FP8_PRODUCTS = tuple(f"fp8_{recipe}" for recipe in RECIPES)
 PRODUCTS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("bf16", "fp16", "fp32", "fp64"), "megazero.products.product:PLAIN")
+    {
+        **dict.fromkeys(("bf16", "fp16", "fp32", "fp64"), "megazero.products.product:Product"),
+        **{f"fp8_{recipe}": f"megazero.products.fp8:{name}" for recipe, name in _FP8.items()},
+    }
 )
 
 
-def find_product(name: str) -> Product:
-    """Return the product of that name of PRODUCTS."""
-    return resolve_name(PRODUCTS[name])
+def make_product(name: str, **options: Any) -> Product:
+    """Return the product of that name of PRODUCTS with its options."""
+    return resolve_name(PRODUCTS[name])(**options)
+
+
+def fits_fp8(matrices: Iterable[tuple[int, ...]], least: int) -> bool:
+    """Tell whether the matrices [out, in] that multiply one input are multiplied in fp8: if both sides of one of them
+    are at least ``least``. They share the input's conversion, so small ones follow a large one.
+    """
+    return any(min(sides) >= least for sides in matrices)
+
+
+def operand_bytes(product: str, elements: int, width: int) -> int:
+    """Return the bytes of what linears keep of a token's input of so many elements of ``width`` bytes, and gather."""
+    if product == "fp8_blockwise":
+        return elements + 4 * -(-elements // 128)
+    return elements if product == "fp8_tensorwise" else elements * width

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# An input as its products read it, which is also what is kept for the gradient of the weight. Ranks that share a
-# sequence each make their part's, and gather every tensor of it along dim 0.
+# An input, or the gradient of an output, as its products read it. An input's is also what is kept for the gradient of
+# the weight. Ranks that share a sequence each make their part's, and gather every tensor of it along dim 0, but for
+# numbers without dimensions, which are the same on all of them.
 Operand = tuple[Tensor, ...]
+Across = Callable[[Tensor], Tensor]  # the largest of a number that ranks which share a sequence have
 _ALIGNED = 16  # bytes, of which torch's kernel takes whole multiples in a row (pytorch/pytorch#172440)
 
 
 class Product:
     """Multiplies in the dtype of x [..., in], weight [out, in], bias [out], and grad, which are rows [n, out] of y's.
 
-    What a weight has beside its numbers (a scale) is the object's own. One that rounds may compute small matrices as
-    this does.
+    What a weight has beside its numbers (a scale) is the object's own. plain: autograd makes the gradients of its
+    linears one by one; others make one operand for all linears of an input.
     """
 
-    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return y, [..., out]. Differentiable; torch.compile takes it into its graph."""
-        return F.linear(x, weight, bias)
+    plain = True
 
-    def operand(self, x: Tensor) -> Operand:
-        """Return what ``forward`` and ``grad_weight`` read of ``x``."""
+    def require(self, device: torch.device) -> None:
+        """Raise ValueError if the device does not multiply so."""
+
+    def chosen(self, weights: Sequence[Tensor], tp: int, cut: int) -> Product:
+        """Return what multiplies these weights [out, in] of one input, whose dim ``cut`` so many ranks share."""
+        return self
+
+    def operand(self, x: Tensor, across: Across | None = None) -> Operand:
+        """Return what ``forward`` and ``grad_weight`` read of ``x``. across: where ``x`` is a part of a sequence."""
         return (x,)
+
+    def gradient(self, grad: Tensor) -> Operand:
+        """Return what ``grad_x`` and ``grad_weight`` read of ``grad``."""
+        return (grad,)
 
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
@@ -36,21 +47,26 @@ class Product:
         (rows,) = x
         return F.linear(rows, weight, bias) if out is None else torch.mm(rows, weight.t(), out=out)
 
-    def grad_x(self, grads: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def grad_x(
+        self, grads: Sequence[Operand], weights: Sequence[Tensor], out: Tensor | None = None
+    ) -> Tensor:
         """Return the gradient of the rows [n, in] that all these weights multiply, the terms added in order."""
-        total = torch.mm(grads[0], weights[0], out=out)
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total = torch.mm(grads[0][0], weights[0], out=out)
+        for (grad,), weight in zip(grads[1:], weights[1:], strict=True):
             total.addmm_(grad, weight)
         return total
 
-    def grad_weight(self, grad: Tensor, x: Operand, sums: Tensor | None = None) -> Tensor:
-        """Return the gradient of the weight, added to ``sums`` [out, in] if given, which may be wider."""
-        rows = x[0].reshape(-1, x[0].shape[-1])
+    def grad_weight(
+        self, grad: Operand, x: Operand, dtype: torch.dtype, sums: Tensor | None = None
+    ) -> Tensor:
+        """Return the gradient of the weight, which has this dtype, added to ``sums`` [out, in] if given, which may be
+        wider."""
+        turned, rows = grad[0].t(), x[0].reshape(-1, x[0].shape[-1])
         if sums is None:
-            return grad.t() @ rows
-        if sums.dtype == grad.dtype:
-            return sums.addmm_(grad.t(), rows)
-        return sums.add_(grad.t() @ rows)
+            return turned @ rows
+        if sums.dtype == dtype:
+            return sums.addmm_(turned, rows)
+        return sums.add_(turned @ rows)
 
     def grouped(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Return ``rows`` [n, in] times the matrices of their experts, [n, out]. Differentiable.

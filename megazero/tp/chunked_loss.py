@@ -60,10 +60,11 @@ class _ChunkedLoss(torch.autograd.Function):
             if scale is None or not loss.requires_grad:
                 continue
             (grad,) = torch.autograd.grad(loss, logits, weights[part].to(loss.dtype) * scale)
+            read = product.gradient(grad)
             if grad_x is not None:
-                product.grad_x([grad], [weight], out=grad_x[part])
+                product.grad_x([read], [weight], out=grad_x[part])
             if grad_weight is not None:
-                product.grad_weight(grad, own, grad_weight)
+                product.grad_weight(read, own, weight.dtype, grad_weight)
         ctx.weight, ctx.tp, ctx.scale, ctx.shape = weight, tp, scale, full.shape
         ctx.gradients = grad_x, grad_weight
         return total

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megazero.comm.peers import Peers
+from megazero.comm.peers import Peers, Pending
 from megazero.mesh.grid import nearest_multiple
-from megazero.products.product import PLAIN, Operand, Product
+from megazero.products.product import PLAIN, Across, Operand, Product
 from megazero.tp.deferred import DeferredGradients
 
 
@@ -45,12 +49,20 @@ class TensorParallel(Peers):
             )
         return total // self.size
 
+    @property
+    def across(self) -> Across | None:
+        """What makes the largest of numbers that the ranks have of parts of a sequence; None: each has it whole."""
+        return self._largest if self.sharded_sequence else None
+
+    def _largest(self, number: Tensor) -> Tensor:
+        return self.start_sum(number, dist.ReduceOp.MAX).wait()
+
     def start_whole(self, x: Operand) -> Callable[[], Operand]:
         """Start to gather the sequence's parts of an operand. The result waits for the whole one."""
         if not self.sharded_sequence:
             return lambda: x
-        parts = [self.start_gather(part) for part in x]
-        return lambda: tuple(part.wait() for part in parts)
+        parts = [self.start_gather(part) if part.dim() else part for part in x]
+        return lambda: tuple(part.wait() if isinstance(part, Pending) else part for part in parts)
 
 
 def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -67,6 +79,32 @@ def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
             f"sequence parallel needs; pad to {-(-x.shape[0] // tp.size) * tp.size} or turn it off"
         )
     return tp.scatter(x)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return tp.start_gather(x).wait() if tp.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        tp: TensorParallel = ctx.tp
+        pending = tp.start_scatter(grad) if tp.sequence_parallel else tp.start_sum(grad.clone())
+        return pending.wait(), None
+
+
+def whole(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return [s, b, n] of all positions, of which each rank makes its own heads. ``x`` is that, or the rank's slice
+    under sequence parallel. Its gradient is the sum of the ranks'.
+    """
+    return x if tp.size == 1 else _whole(x, tp)
+
+
+@torch._disable_dynamo
+def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
+    return _Whole.apply(x, tp)
 
 
 def sequence_slice(length: int, tp: TensorParallel) -> slice:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,62 +19,97 @@ IGNORED_LABEL = -100  # torch's own convention: zero loss, zero gradient
 _CPU_CHUNK, _CUDA_CHUNK = 1 << 19, 1 << 26
 
 
+class LossPieces(NamedTuple):
+    """What the loss computes of a rank's own logits: ``_row_sums`` and ``_gradient``, or these compiled."""
+
+    row_sums: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., Tensor]
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the logits and each token's log-sum-exp, log Z. The backward writes the gradient over the logits."""
+    """Saves the logits and each token's log-sum-exp, log Z."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel, z_loss: float
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        shard: VocabShard,
+        tp: TensorParallel,
+        z_loss: float,
+        pieces: LossPieces,
     ) -> Tensor:
-        """Return each token's loss, [tokens] in at least fp32, of this rank's logits [..., rows] and all labels."""
-        logits = logits.view(-1, logits.shape[-1])
+        """Return each loss, [tokens] in at least fp32, of this rank's logits [tokens, rows] and all labels."""
         labels = labels.reshape(-1)
         ignored = labels == IGNORED_LABEL
         local, elsewhere = shard.localise(labels)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        lse, target = torch.empty(2, labels.numel(), dtype=wide, device=logits.device).unbind()
-        if shard.valid:
-            for rows in _chunks(logits):
-                torch.logsumexp(logits[rows, : shard.valid].to(wide), -1, out=lse[rows])
-            target.copy_(logits.gather(1, local.unsqueeze(1)).squeeze(1)).masked_fill_(elsewhere, 0)
-        else:
-            lse.fill_(-torch.inf)
-            target.zero_()
+        lse, target = pieces.row_sums(logits, local, elsewhere, shard.valid)
         if tp.size > 1:  # one small message: [size, 2, tokens]; the same sum in the same order on every rank
             parts = tp.start_gather(torch.stack((lse, target)).unsqueeze(0)).wait()
             lse, target = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
         ctx.save_for_backward(logits, local, elsewhere, ignored, lse)
-        ctx.shard, ctx.z_loss, ctx.used = shard, z_loss, False
+        ctx.valid, ctx.z_loss, ctx.gradient = shard.valid, z_loss, pieces.gradient
         loss = lse - target
-        if z_loss:
-            loss.addcmul_(lse, lse, value=z_loss)
+        if z_loss:  # not addcmul, of which Dynamo makes other operations: other bits
+            loss = loss + z_loss * lse.square()
         return loss.masked_fill(ignored, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return (softmax x (1 + 2 x z_loss x log Z) - one-hot) x grad, written over the logits."""
-        if ctx.used:
-            raise RuntimeError("vocab-parallel cross-entropy can run backward once: it overwrote the logits")
-        ctx.used = True
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """Return (softmax x (1 + 2 x z_loss x log Z) - one-hot) x grad."""
         logits, local, elsewhere, ignored, lse = ctx.saved_tensors
-        valid = ctx.shard.valid
         scale = grad.masked_fill(ignored, 0).unsqueeze(1)
         target = -scale.masked_fill(elsewhere.unsqueeze(1), 0)
         if ctx.z_loss:
             scale = scale * (1 + 2 * ctx.z_loss * lse).unsqueeze(1)
-        logits[:, valid:].zero_()
-        for rows in _chunks(logits) if valid else ():
-            chunk = logits[rows, :valid]
-            same = chunk.dtype == lse.dtype
-            p = (
-                torch.sub(chunk, lse[rows].unsqueeze(1), out=chunk)
-                if same
-                else chunk.to(lse.dtype).sub_(lse[rows].unsqueeze(1))
-            )
-            p.exp_().mul_(scale[rows]).scatter_add_(1, local[rows].unsqueeze(1), target[rows])
-            if not same:
-                chunk.copy_(p)
-        return logits, None, None, None, None
+        terms = lse.unsqueeze(1), scale, target, local.unsqueeze(1)
+        return ctx.gradient(logits, *terms, ctx.valid), None, None, None, None, None
+
+
+def _row_sums(logits: Tensor, local: Tensor, elsewhere: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exp of the first ``valid`` columns, and the labels' logits, [tokens] each in at least fp32.
+
+    local: the labels' columns. elsewhere: whose label is another rank's; their logit is 0.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if not valid:
+        return logits.new_full(local.shape, -torch.inf, dtype=wide), logits.new_zeros(local.shape, dtype=wide)
+    target = logits.gather(1, local.unsqueeze(1)).squeeze(1).to(wide).masked_fill(elsewhere, 0)
+    if torch.compiler.is_compiling():  # in the form of which inductor makes one pass, an online softmax
+        own = logits[:, :valid].to(wide)
+        most = own.amax(-1, keepdim=True)
+        return ((own - most).exp().sum(-1, keepdim=True).log() + most).squeeze(-1), target
+    lse = torch.empty_like(target)
+    for rows in _chunks(logits):
+        torch.logsumexp(logits[rows, :valid].to(wide), -1, out=lse[rows])
+    return lse, target
+
+
+def _gradient(
+    logits: Tensor, lse: Tensor, scale: Tensor, target: Tensor, local: Tensor, valid: int
+) -> Tensor:
+    """Return exp(logits - lse) x scale, plus ``target`` in the labels' columns, and 0 in padded ones.
+
+    All but the logits [tokens, rows] are [tokens, 1]. The gradient is written over the logits, but for one in a
+    graph, where the compiler knows whether it may be.
+    """
+    if torch.compiler.is_compiling():
+        column = torch.arange(logits.shape[1], device=logits.device)
+        p = (logits.to(lse.dtype) - lse).exp() * scale
+        p = torch.where(column == local, p + target, p)
+        return torch.where(column < valid, p, 0).to(logits.dtype)
+    logits[:, valid:].zero_()
+    for rows in _chunks(logits) if valid else ():
+        chunk = logits[rows, :valid]
+        same = chunk.dtype == lse.dtype
+        p = torch.sub(chunk, lse[rows], out=chunk) if same else chunk.to(lse.dtype).sub_(lse[rows])
+        p.exp_().mul_(scale[rows]).scatter_add_(1, local[rows], target[rows])
+        if not same:
+            chunk.copy_(p)
+    return logits
+
+
+PIECES = LossPieces(_row_sums, _gradient)
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -83,17 +118,23 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel, z_loss: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    tp: TensorParallel,
+    z_loss: float = 0.0,
+    pieces: LossPieces = PIECES,
 ) -> Tensor:
     """Return -log softmax(logits)[label] of each token, in at least fp32, without ever holding all the logits.
 
     z_loss: the weight of log(Z)^2, which is added, where Z is the sum of exp(logits) (PaLM, section 5; 1e-4 there).
+    pieces: what computes them.
     logits: [..., shard.rows], contiguous, this rank's part of the padded vocabulary. Padded columns are left
     out of the softmax. The backward overwrites the logits with their gradient, so they must not be used for anything
-    else, and it can run once.
+    else, and autograd refuses a second one.
     labels: int [...]. IGNORED_LABEL gives zero loss and gradient. Labels outside the vocabulary belong to no
     rank and must not occur (the data layer checks them).
     The result is [...], the same on every rank of the axis.
     """
-    loss = _VocabParallelCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels, shard, tp, z_loss)
-    return loss.view(labels.shape)
+    rows = logits.reshape(-1, logits.shape[-1])
+    return _VocabParallelCrossEntropy.apply(rows, labels, shard, tp, z_loss, pieces).view(labels.shape)

@@ -36,7 +36,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.cp import ContextParallel
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
-from megazero.models.compilation import compile_layers
+from megazero.models.compilation import compile_decoder
 from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
 from megazero.models.positions import Documents
@@ -45,7 +45,7 @@ from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
-from megazero.products import find_product
+from megazero.products import make_product
 from megazero.tp import DeferredGradients, TensorParallel
 from megazero.train.expert_balance import ExpertBalance, balance_losses
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
@@ -61,7 +61,8 @@ def build_decoder(
     """
     traffic, waits = traffic or Traffic(mesh.links), Waits(mesh.device, timed)
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
-    product = find_product(config.precision.product)
+    product = make_product(config.precision.product, **config.precision.product_options)
+    product.require(mesh.device)
     tp = TensorParallel.of(
         mesh.tp,
         sequence_parallel=config.parallel.sequence_parallel,
@@ -94,7 +95,7 @@ def build_decoder(
         dtype=dtype,
     )
     if training.compile:
-        compile_layers(decoder, training.compile_backend)
+        compile_decoder(decoder, training.compile_backend)
     return decoder
 
 

@@ -20,6 +20,8 @@ from megazero.models import Decoder
 from megazero.models.experts import MixtureOfExperts
 from megazero.moe import Decision, Router
 from megazero.moe.balance import move_bias
+from megazero.products import make_product
+from megazero.tp import TensorParallel
 from megazero.train.expert_balance import balance_losses
 from megazero.train.parallelize import MicroBatch, is_matrix, optimizer_factory
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
@@ -55,8 +57,10 @@ class Reference:
             replicas,
         )
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
+        product = make_product(config.precision.product, **config.precision.product_options)
         self.decoder = Decoder(
             whole,
+            TensorParallel(product=product),
             z_loss=config.training.z_loss_strength,
             balance=balance_losses(config, together=data_parallel // replicas),
             dtype=torch.float64,
@@ -129,9 +133,12 @@ class Reference:
         for n, experts in _chosen(self.plain, step).items():
             decisions[n].plain = experts
         losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
-        total = losses.sum() / mask.sum()
-        total.backward()
-        return total.item()
+        total, count = losses.sum(), mask.sum()
+        total.backward()  # as ranks begin, since fp8 rounds a multiple otherwise
+        for p in self.decoder.parameters():
+            if p.grad is not None:
+                p.grad /= count
+        return (total / count).item()
 
     def take_biases(self, step: int) -> dict[str, torch.Tensor]:
         """Give the routers the biases that the steps before ``step`` left, by the tokens that these routed. Return

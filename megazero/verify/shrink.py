@@ -27,6 +27,7 @@ from megazero.verify.shrink_world import SubLayout, sub_layout
 # Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
 # nor become zero.
 LOSS_SCALE = 1024.0
+FP8_SIDE = 16  # of the smallest matrices in fp8
 HEADS_OF_GROUP = 2  # query heads that share a key/value head, at most
 # With norms of queries and keys, which are small here, so that their scores would not be: one fp32 rank of OLMo 2 is
 # 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
@@ -61,6 +62,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **_outer(layout.replicas),
         **_optimizer(config),
         **_on_processors(config),
+        **({"fp8_min_size": FP8_SIDE} if config.precision.fp8_format else {}),
     }
     values |= _zero(config, world, layout, values)
     if layout.replicas > 1:

@@ -182,7 +182,7 @@ class _Runs:
             else:
                 records = self.ranks.call(run_all, [run], world, world=world.world_size, timeout=TIMEOUT_S)
             loss = checks.step_loss(checks.by_replica([each[0] for each in records])[0], 0)
-            found.append(checks.reshard_check(f"reshard, {name}", loss, stayed))
+            found.append(checks.reshard_check(f"reshard, {name}", config, loss, stayed))
         title = f"saved after step {at} of {self.steps}; loaded on the same layout (as configured) and others (exact)"
         return Section("Checkpoints", title, tuple(found))
 
@@ -237,7 +237,7 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
     """Return the same training on another layout, with the same global batches. Raises ConfigError."""
     values = {
         name: value
-        for section in (config.model, config.batch, config.optimizer, config.precision)
+        for section in (config.model, config.batch, config.optimizer)
         for name, value in vars(section).items()
     }
     documents = [o.name for o in all_options().values() if o.section == "data" and o.small == KEPT]
@@ -256,4 +256,5 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         **NO_DATA,
         "device": "cpu",
     }
-    return make_config(values, World(tp * pp * d, tp * pp * d))
+    # As the exact pass has it, which no options say: products in fp8 with parameters in fp32.
+    return replace(make_config(values, World(tp * pp * d, tp * pp * d)), precision=config.precision)

@@ -421,7 +421,7 @@ class Engine:
             return
         if self.mesh.ends is not None:
             self.reducer.join_ends(self.mesh.ends)
-        self.reducer.wait()
+        self.reducer.finish()
         self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
 
     def _sum_partial(self) -> None:

@@ -65,5 +65,10 @@ class Form:
         return Leg(axis or self.axes.axis(hop.level), codec)
 
     @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters without a gradient."""
+        return frozenset(self.params) - frozenset(self.trainable)
+
+    @cached_property
     def slots(self) -> Mapping[str, Slot]:
         return {slot.name: slot for slot in self.layout.slots}

@@ -69,16 +69,16 @@ class Gradients:
 
         Gradients wait for the unit's others, then move together; ``STAGED_BYTES`` bounds what waits.
         """
-        assert param.grad is not None
-        if param.grad.layout != torch.strided:
+        grad = param.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
             raise RuntimeError(
-                f"the gradient of parameter {name!r} of unit {self.form.name!r} is {param.grad.layout}, and what is "
+                f"the gradient of parameter {name!r} of unit {self.form.name!r} is {grad.layout}, and what is "
                 "reduced and sharded is dense: leave sparse=True out, or give the parameter a hook first: "
                 "register_hook(lambda gradient: gradient.to_dense())"
             )
-        self.arrived[name] = param.grad
-        self.arrived_bytes += param.grad.nbytes
-        param.grad = None
+        self.arrived[name], param.grad = grad, None
+        self.arrived_bytes += grad.nbytes
         self.pending.discard(name)
         if not self.pending or self.arrived_bytes > STAGED_BYTES:
             self._stage()
@@ -138,8 +138,7 @@ class Gradients:
                 self.staging = self._new_staging()
                 self.staging.buffer.zero_()
                 return
-            missing = set(slots) - (set(self.form.trainable) - self.pending)
-            buffer = self.staging.buffer
+            missing, buffer = self.pending | self.form.frozen, self.staging.buffer
         else:
             assert self.grad is not None
             missing, buffer = set(slots) - self.touched, self.grad

@@ -305,7 +305,9 @@ class Hooks:
 
     def _open_backward(self, unit: Unit, counts: bool) -> GraphTask:
         """Note that a graph task has come to this unit and, if it counts, to its part (one part after the other)."""
-        if counts and (self._task is None or unit.part not in self._task.counted):
+        if self._task is not None and (not counts or unit.part in self._task.counted):
+            return self._task
+        if counts:
             current = self.program.current
             if self._declared and current is not None and current.part != unit.part:
                 raise RuntimeError(

@@ -214,8 +214,7 @@ class UnitPlan(Generic[Format]):
         if not self.delta:
             return 0 if self.direct else os * self.own
         gathered = 0 if self.direct or p == 1 else self.elements * self.width
-        # The rounded master and its difference to R are there while the difference is encoded.
-        return max(gathered, os // p * self.own + self.elements // os * (self.width + self.sums))
+        return max(gathered, os // p * self.own)
 
 
 # -- what is gathered ahead ------------------------------------------------------------------------
@@ -249,10 +248,9 @@ def coming(
         if not all(map(here, following)):
             break
     budget -= sum(sizes[unit] for unit in ahead if unit not in following)
-    for unit in chain.from_iterable(later):
+    for unit in dict.fromkeys(chain.from_iterable(later)):
         if unit in seen:
             continue
-        seen.add(unit)
         if unit not in ahead and not (here(unit) and stays(unit)):
             budget -= sizes[unit]
         if budget < 0:

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.watch import Watch
+from megazero.comm.wire import mixes
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.plan import EXCHANGE, Hop, Hops
 from megazero.zero.rounding import GRADIENTS
-from megazero.zero.slices import Slice
+from megazero.zero.slices import Slice, clear
 from megazero.zero.unit import Unit
 
 
@@ -65,10 +69,21 @@ class Reducer:
                 self.pending.append(self.lane.submit(unit.name, (hop_spec("reduce", ends),), chain))
 
     def wait(self) -> None:
-        """Return when every sum is there."""
+        """Return when no chain is in flight."""
         while self.pending:
             self.lane.wait(self.pending.popleft())
         self.lane.drain()
+
+    def finish(self) -> None:
+        """Return when every sum is there, and its padding zero."""
+        self.wait()
+        clear(self._mixed)
+
+    @cached_property
+    def _mixed(self) -> list[torch.Tensor]:
+        """The padding of all sums that a format may have mixed with values."""
+        mixed = (u for u in self.units if u.trainable and any(map(mixes, u.codecs.gradients.values())))
+        return [gap for unit in mixed for gap in unit.gradients.slice.gaps]
 
     def abort(self) -> None:
         """Finish the chains in flight and forget the rest of the step."""
@@ -122,8 +137,6 @@ def reduction(
     yield from descend(unit, down[g:], sums, sums, context)
     for hop in hops[len(down) :]:
         yield from share_back(unit, hop, sums, context)
-    if unit.codecs.mixes:
-        sums.clear_padding()
 
 
 def descend(
@@ -210,6 +223,6 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     leg = unit.leg(unit.plan.ends(ends.spec, exact), ends)
     rows, out = unit.gradients.slice.rows(unit.axes.os, 1), unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
-    yield from sum_all(leg, rows, out, context, watches=watches)
-    if unit.codecs.mixes:
+    if mixes(leg.codec):
         unit.gradients.slice.clear_padding()
+    yield from sum_all(leg, rows, out, context, watches=watches)

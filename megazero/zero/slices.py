@@ -52,5 +52,15 @@ class Slice:
 
     def clear_padding(self) -> None:
         """Make padding zero again, after messages whose codec mixes it with values (kernels/hadamard.py)."""
-        for low, high in self.layout.gaps(self.level):
-            self.buffer[low:high].zero_()
+        clear(self.gaps)
+
+    @cached_property
+    def gaps(self) -> list[torch.Tensor]:
+        """The padding."""
+        return [self.buffer[low:high] for low, high in self.layout.gaps(self.level)]
+
+
+def clear(gaps: list[torch.Tensor]) -> None:
+    """Make these views zero in one operation."""
+    if gaps:
+        torch._foreach_zero_(gaps)

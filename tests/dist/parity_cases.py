@@ -25,7 +25,7 @@ LIFETIMES = (None, "step", "resident", "gathered")
 EXPLICIT = ("1,2,4", "2,2,4", "1,2,2")  # an axis for each of P, G, OS and the replicas
 UP_TO_FOUR = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4]
 MICRO_BATCHES, TIED = (1, 3), (False, True)
-RECOMPUTE, DTYPES, FAMILIES = ("none", "selective", "full"), ("fp32", "fp64"), ("llama", "gpt")
+RECOMPUTE, DTYPES, FAMILIES = ("none", "selective", "mlp", "full"), ("fp32", "fp64"), ("llama", "gpt")
 LOSS_CHUNKS = (None, 3)  # tokens of samples of 8: the last chunk is smaller
 VOCABULARIES = {
     "odd": (33, 32),
@@ -38,12 +38,17 @@ VOCABULARIES = {
 LR_OF_DEEP = 5e-4
 MULTI_QUERY = "multi-query"  # Llama with one key/value head, which tensor-parallel ranks share
 TWO_KEY_HEADS = "two key heads"
+LATENT = "latent attention"
 # Families of other options than their name's own.
 MORE: dict[str, dict[str, Any]] = {
     MULTI_QUERY: {"model_family": "llama", "num_query_groups": 1},
     TWO_KEY_HEADS: {
         **{"model_family": "llama", "num_query_groups": 2, "squared_relu": True, "swiglu": False},
         **{"kv_channels": 8, "rotary_percent": 0.5, "pad_vocab_size_to": 128},
+    },
+    LATENT: {
+        **{"model_family": "llama", "multi_latent_attention": True, "qk_norm": "head", "kv_lora_rank": 6},
+        **{"qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3},
     },
     "qwen2-window": {"model_family": "qwen2", "num_query_groups": 4, "sliding_window": 3},
     "gemma2-documents": {
@@ -79,6 +84,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "even experts": {
         **{"num_experts": 6, "moe_router_topk": 1, "moe_ffn_hidden_size": 8, "moe_z_loss_coeff": 0.3},
         **{"moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"},
+    },
+    "latent experts": {
+        **{"model_family": "deepseek_v3", "q_lora_rank": 6, "kv_lora_rank": 8, "qk_head_dim": 4},
+        **{"qk_pos_emb_head_dim": 4, "v_head_dim": 8, "num_experts": 6, "moe_router_topk": 3},
+        **{"moe_layer_freq": (0, 1), "moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 16},
+        **{"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_group_best": 2},
+        "moe_router_enable_expert_bias": False,
     },
     "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "idle ranks": {"num_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True},

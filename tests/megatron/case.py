@@ -17,7 +17,7 @@ class Case:
     step, of one sequence each. ``bucket_size`` is in elements and has effect where a bucket's sum overlaps the
     backward. ``ranks_per_node`` is what the patch takes for a node. ``nudge`` numbers the element of the embedding
     whose last bit is changed at the start (0: none). ``gated``: SwiGLU without biases and two query groups, as Llama.
-    ``device``: "cpu", or "cuda" for ranks on one card.
+    ``latent``: latent attention, with yarn. ``device``: "cpu", or "cuda" for ranks on one card.
     """
 
     dp: int = 1
@@ -29,6 +29,7 @@ class Case:
     experts: int = 0
     tied: bool = True
     gated: bool = False
+    latent: bool = False
     recompute: bool = False
     per_token_loss: bool = False
     overlap_grad_reduce: bool = False

@@ -10,9 +10,12 @@ import torch
 
 from tests.megatron.case import Case
 
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"multi_latent_attention": True, "rotary_scaling_factor": 4.0, "mscale": 0.9, "mscale_all_dim": 0.7}
+
 
 def model_config(case: Case) -> Any:
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     moe = {
         "num_moe_experts": case.experts,
@@ -30,7 +33,8 @@ def model_config(case: Case) -> Any:
         "num_query_groups": 2,
         "add_bias_linear": False,
     }
-    return TransformerConfig(
+    latent = {**LATENT, "qk_layernorm": True, "apply_rope_fusion": False, "add_bias_linear": False}
+    return (MLATransformerConfig if case.latent else TransformerConfig)(
         num_layers=case.layers,
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
@@ -53,7 +57,11 @@ def model_config(case: Case) -> Any:
         recompute_granularity="full" if case.recompute else None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
-        **{**(gated if case.gated else {}), **(moe if case.experts else {})},
+        **{
+            **(gated if case.gated else {}),
+            **(moe if case.experts else {}),
+            **(latent if case.latent else {}),
+        },
     )
 
 
@@ -63,12 +71,20 @@ def build_chunks(case: Case, config: Any) -> list[Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    spec = get_gpt_layer_local_spec(
+        num_experts=case.experts or None,
+        normalization="RMSNorm",
+        multi_latent_attention=case.latent,
+        qk_layernorm=case.latent,
+    )
+    if case.latent:
+        spec.submodules.self_attention.submodules.core_attention = _of_two_widths()
     chunks = []
     for index in range(case.vpp):
         stage = index if case.vpp > 1 else None
         chunk = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=case.experts or None, normalization="RMSNorm"),
+            spec,
             case.vocabulary,
             case.sequence,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -81,6 +97,23 @@ def build_chunks(case: Case, config: Any) -> list[Any]:
     for name, parameter in named(chunks):
         _set_initial(case, name.partition("@")[0], parameter)
     return chunks
+
+
+def _of_two_widths() -> type:
+    """Return megatron-core's own attention that takes two widths, as only TransformerEngine's does there."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    multi_latent_attention.HAVE_TE = False  # or it takes the package for installed, and its classes are None
+
+    class TwoWidths(DotProductAttention):  # type: ignore[misc]
+        def __init__(
+            self, config: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **more: Any
+        ) -> None:
+            super().__init__(config, *args, **more)
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    return TwoWidths
 
 
 def named(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

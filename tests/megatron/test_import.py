@@ -27,7 +27,7 @@ from tests.dist.checkpoint.test_hugging_face import begin
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case
 from tests.megatron.cases import of_one_rank
-from tests.megatron.model import build_chunks, model_config
+from tests.megatron.model import LATENT, build_chunks, model_config
 from tests.megatron.test_program import ALWAYS, FOLDER, FOLDER_PATH, TORCHRUN, finish
 from tests.megatron.test_resume import save
 from tests.megatron.training import a_job, megatron_ranks
@@ -40,6 +40,7 @@ CASES = {
     "gpt, tied": Case(tp=2, pp=2, layers=4, steps=2),
     "virtual stages, sp": Case(tp=2, sp=True, pp=2, vpp=2, layers=4, gated=True, steps=2, micro_batches=4),
     "bf16": Case(tp=2, pp=2, layers=4, gated=True, bf16=True, steps=2),
+    "latents": Case(tp=2, pp=2, layers=4, latent=True, tied=False, steps=2),
     "experts": Case(experts=4, gated=True, tied=False, steps=2),
     "experts on two ranks": Case(dp=2, ep=2, experts=4, tied=False, steps=2),
 }
@@ -57,7 +58,9 @@ def arguments(case: Case) -> argparse.Namespace:
         group_query_attention=case.gated,
         num_query_groups=2 if case.gated else 1,
         swiglu=case.gated,
-        add_bias_linear=not (case.gated or case.experts),
+        add_bias_linear=not (case.gated or case.experts or case.latent),
+        qk_layernorm=case.latent,
+        **(LATENT if case.latent else {}),
         num_experts=case.experts or None,
         moe_router_topk=2,
         moe_router_load_balancing_type="none",

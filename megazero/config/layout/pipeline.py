@@ -42,16 +42,18 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     - A layer costs its matrices, and what its mixer multiplies with the causal half of the sequence. Where layers are
       of several kinds, each counts as the mean.
     - The head costs h V. The accounting is that of config/model/spec.py.
-    - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full') or of attention
-      ('selective').
+    - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full'), of the MLP ('mlp'), but for
+      what nothing reads, or of attention ('selective').
     - The embedding costs h. A lookup moves h numbers per token and multiplies none, which is less than what a
       layer's norms move.
     """
     spec, again, layer = model_spec(model), 4 / 3, 0.0
     for kind in spec.layers:
         work = kind.mixer.work
-        mixed = (work.pair * model.seq_length / 2 + work.token) * (again if recompute == "selective" else 1)
-        layer += (kind.multiply_adds + mixed) * (len(kind.places) / model.num_layers)
+        mixed = work.pair * model.seq_length / 2 + work.token
+        mixed += (again - 1) * (mixed + work.expansion) if recompute == "selective" else 0
+        fed = kind.fed.multiply_adds / 3 if recompute == "mlp" else 0
+        layer += (kind.multiply_adds + mixed + fed) * (len(kind.places) / model.num_layers)
     if recompute == "full":
         layer *= again
     return Costs(embedding=model.hidden_size, layer=layer, head=spec.head.multiply_adds)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megazero.config.errors import ConfigError
+from megazero.config.model.mixers import mixers_of
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, convert, section_options, show
@@ -61,7 +62,7 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
     Raises ValueError, which names a model type, or every field that the decoder does not have, or every rule that its
     values break.
     """
-    known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
+    known = {kind: family for family in FAMILIES.values() for kind in family.hugging_face.read_types}
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         parts, inner = missing(config), config.get("text_config")
@@ -187,11 +188,18 @@ def _value(options: ModelConfig, option: Option) -> Any:
     Biases of q, k and v may be said twice, the default of a scale or a width and the base of a window, too, and a
     choice of layers in two ways.
     """
-    meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
+    heads = mixers_of(options)[0].heads
+    meant: dict[str, Any] = {
+        "add_qkv_bias": options.qkv_bias,
+        "softmax_scale": heads.scale if heads else None,
+    }
     meant["moe_ffn_hidden_size"] = options.expert_width
+    meant["latent_norm_epsilon"] = options.latent_norm_epsilon or options.norm_epsilon
     meant["moe_router_topk_scaling_factor"] = options.moe_router_topk_scaling_factor or 1.0
-    if options.moe_router_group_topk == options.moe_router_num_groups:  # all groups, as without them
-        meant |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    meant["moe_router_group_best"] = options.group_best
+    kept = options.moe_router_group_topk
+    if kept is not None and kept == options.moe_router_num_groups:  # all groups, as without them
+        meant |= dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_best"))
     if all(kind.experts for kind in layer_kinds(options)):  # no layer has another width
         meant["ffn_hidden_size"] = options.expert_width
     if options.rotary_window_base == options.rotary_base and options.rotary_scaling == "none":

@@ -84,7 +84,7 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, ch
         WINDOWS: window,
         CAPS: bool(model.attn_logit_softcapping),
         DROPOUT: bool(model.attention_dropout),
-        ODD_HEADS: any(width % 8 or width > 256 for heads in every for width in (heads.width, heads.values)),
+        ODD_HEADS: any(heads.width % 8 or heads.width > 256 for heads in every),
         CHUNKS: chunks,
     }
     return frozenset(want for want, asked in held.items() if asked)

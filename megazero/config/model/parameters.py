@@ -129,13 +129,20 @@ def norm(
 
 
 def column(
-    c: Backbone, name: str, rows: int, bias: bool, heads: int | None = None
+    c: Backbone,
+    name: str,
+    rows: int,
+    bias: bool,
+    heads: int | None = None,
+    cut: int | None = 0,
+    columns: int | None = None,
 ) -> Iterator[ParameterSpec]:
-    """Yield a linear whose rows tensor-parallel ranks share."""
-    shape = (rows, c.hidden_size)
-    yield ParameterSpec(f"{name}.weight", shape, 0, heads, std=c.init_method_std, multiplies=True)
+    """Yield a linear whose rows tensor-parallel ranks share, or with ``cut`` None each holds. columns: its input's
+    width, by default the stream's."""
+    shape = (rows, columns or c.hidden_size)
+    yield ParameterSpec(f"{name}.weight", shape, cut, heads, std=c.init_method_std, multiplies=True)
     if bias:
-        yield ParameterSpec(f"{name}.bias", (rows,), 0, heads)
+        yield ParameterSpec(f"{name}.bias", (rows,), cut, heads)
 
 
 def row(c: Backbone, name: str, columns: int, bias: bool) -> Iterator[ParameterSpec]:

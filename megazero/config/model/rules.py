@@ -16,35 +16,38 @@ from megazero.families.layer_kinds import MARKS, mixers
 
 def rotary(model: ModelConfig) -> Iterator[str]:
     """Report heads that have no pairs to rotate, and frequencies that are out of order."""
-    if model.position_embedding_type == "rope" and model.kv_channels % 2:
-        yield (
-            f"--kv-channels {model.kv_channels} must be even for rotary positions; nearest: "
-            f"{model.kv_channels - 1 or 2} or {model.kv_channels + 1}"
+    if model.position_embedding_type != "rope":
+        return
+    mixer = mixers_of(model)[0]
+    if mixer.heads is None:
+        return
+    flag, width = mixer.rotated_by, mixer.heads.rotated
+    turned = int(width * model.rotary_percent)
+    if width % 2:
+        yield f"{flag} {width} must be even for rotary positions; nearest: {width - 1 or 2} or {width + 1}"
+    elif turned % 2 or not turned:
+        channels = dict.fromkeys(
+            min(max(int(word), 2), width) for word in multiples_around(turned, 2).split(" or ")
         )
-    elif model.position_embedding_type == "rope" and (model.rotary_channels % 2 or not model.rotary_channels):
-        width = model.kv_channels
-        near = multiples_around(model.rotary_channels, 2)
-        channels = dict.fromkeys(min(max(int(word), 2), width) for word in near.split(" or "))
         yield (
-            f"--rotary-percent {model.rotary_percent:g} of --kv-channels {width} is {model.rotary_channels} "
-            "channels, which must be even and above 0; nearest: "
-            f"{' or '.join(f'{math.ceil(1e4 * c / width) / 1e4:g}' for c in channels)}"
+            f"--rotary-percent {model.rotary_percent:g} of {flag} {width} is {turned} channels, which must be even "
+            f"and above 0; nearest: {' or '.join(f'{math.ceil(1e4 * c / width) / 1e4:g}' for c in channels)}"
         )
-    elif model.position_embedding_type == "rope":
-        yield from _rotary_scaling(model)
+    else:
+        yield from _rotary_scaling(model, turned // 2)
 
 
-def _rotary_scaling(model: ModelConfig) -> Iterator[str]:
-    kind, pairs = model.rotary_scaling, model.rotary_channels // 2
+def _rotary_scaling(model: ModelConfig, pairs: int) -> Iterator[str]:
+    kind = model.rotary_scaling
     if kind == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
         yield (
             f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
             f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
         )
-    if kind == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
+    if kind == "yarn" and model.yarn_beta_slow > model.yarn_beta_fast:
         yield (
-            f"--yarn-beta-slow {model.yarn_beta_slow:g} must be below --yarn-beta-fast {model.yarn_beta_fast:g}; "
-            "nearest: the defaults 1 and 32"
+            f"--yarn-beta-slow {model.yarn_beta_slow:g} exceeds --yarn-beta-fast {model.yarn_beta_fast:g}; nearest: "
+            "the defaults 1 and 32"
         )
     if kind == "yarn" and model.rotary_base <= 1:
         yield f"--rotary-base {model.rotary_base:g} must be above 1 with --rotary-scaling yarn; usual: 10000"
@@ -104,6 +107,7 @@ def experts(model: ModelConfig) -> Iterator[str]:
 def _groups(model: ModelConfig, count: int) -> Iterator[str]:
     """Report groups of experts that a token's experts do not fit in."""
     groups, kept, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    best = model.moe_router_group_best
     if kept is None:
         return
     if groups is None:
@@ -115,7 +119,11 @@ def _groups(model: ModelConfig, count: int) -> Iterator[str]:
         )
     elif kept > groups:
         yield f"--moe-router-group-topk {kept} exceeds --moe-router-num-groups {groups}; nearest: {groups}"
-    elif kept > topk:
+    elif best is not None and best > count // groups:
+        yield (
+            f"--moe-router-group-best {best} exceeds a group's {count // groups} experts; nearest: {count // groups}"
+        )
+    elif best is None and kept > topk:
         yield (
             f"--moe-router-group-topk {kept} exceeds --moe-router-topk {topk}: a group counts by its best "
             f"{topk} // {kept} experts, which are none; nearest: {topk}"

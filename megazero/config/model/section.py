@@ -34,7 +34,10 @@ LAYER_NORMS = {
 class ModelConfig(MixerOptions):
     """The decoder. A vocabulary of None is that of the tokenizer, which is not read yet."""
 
-    NEEDS: ClassVar = {"rotary_": ROPE, "yarn_": (ROPE, "rotary_scaling = yarn"), "moe_": EXPERTS}
+    NEEDS: ClassVar = {
+        **MixerOptions.NEEDS,
+        **{"rotary_": ROPE, "yarn_": (ROPE, "rotary_scaling = yarn"), "moe_": EXPERTS},
+    }
 
     ffn_hidden_size: int = option(
         MISSING,
@@ -197,6 +200,14 @@ class ModelConfig(MixerOptions):
     moe_router_group_topk: int | None = option(
         None, "groups of --moe-router-num-groups whose experts a token may go to (default: all)", low=1
     )
+    moe_router_group_best: int | None = option(
+        None,
+        "experts by whose scores a group counts (default: as in Megatron, --moe-router-topk // "
+        "--moe-router-group-topk)",
+        low=1,
+        small=1,
+        needs="moe_router_group_topk",
+    )
     moe_router_enable_expert_bias: bool = option(
         False, "experts are chosen by their sigmoids and a bias each, which every step moves towards balance"
     )
@@ -235,6 +246,12 @@ class ModelConfig(MixerOptions):
     def expert_width(self) -> int:
         """Return the width inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def group_best(self) -> int | None:
+        """Return by how many of its experts a group counts, if there are groups."""
+        kept = self.moe_router_group_topk
+        return self.moe_router_group_best or (self.moe_router_topk // kept if kept else None)
 
     @property
     def parallel_block(self) -> bool:
@@ -291,7 +308,7 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     hidden, derived = done.get("hidden_size"), {"max_position_embeddings": done.get("seq_length")}
     for mixer in MIXERS.values():
         derived |= mixer.derived(done)
-    if done.get("rotary_scaling") == "yarn":
+    if {**derived, **done}.get("rotary_scaling") == "yarn":
         derived |= {"rotary_scaling_factor": 1.0, "rotary_original_max_position": 4096}
     if hidden:
         derived["ffn_hidden_size"] = (

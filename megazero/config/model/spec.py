@@ -17,6 +17,7 @@ from megazero.config.model.parameters import ParameterSpec, column, norm, row
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
+from megazero.products import fits_fp8
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"  # kinds of modules; other layers are "layer 2", ...
 
@@ -29,7 +30,7 @@ def is_layer(kind: str) -> bool:
 class ModuleSpec:
     """The embedding, a kind of layer, or the head.
 
-    inputs, outputs: how many activations [s, b, h] its tensor-parallel linears take in, and how many they add up.
+    inputs, outputs: elements of a token that its tensor-parallel linears take in, and that they add up.
     """
 
     kind: str
@@ -60,23 +61,81 @@ class Elements(NamedTuple):
     inner: int
 
 
+class Fed(NamedTuple):
+    """What a layer's MLP, or experts, and their norms are of it: activations that ranks add up, multiply-adds and
+    elements moved, as a backward that computes them again repeats them, and elements kept."""
+
+    sums: int
+    multiply_adds: int
+    moved: Elements
+    kept: Elements
+
+
+class LargeLinears(NamedTuple):
+    """The linears of a layer that are multiplied in fp8.
+
+    columns: how many inputs [s, b, h] column-parallel ones have. rows, outputs: elements of a token that go into
+    row-parallel ones, and come out of column-parallel ones; ranks cut both. written: elements that come out of
+    row-parallel ones. widest: the most that comes out of those of one input. matrices: elements of the weights, each
+    of which is a multiply-add of a token.
+    """
+
+    columns: int = 0
+    rows: int = 0
+    outputs: int = 0
+    written: int = 0
+    widest: int = 0
+    matrices: int = 0
+
+
 @dataclass(frozen=True)
 class LayerSpec(ModuleSpec):
     """A kind of layer.
 
     moved: elements that a forward reads and writes beside the matrices. kept: elements that autograd keeps for the
     backward, with a fused attention kernel. gradients: elements that the backward holds at once; none is cut along
-    the stream. rereads_output: the backward reads the last output itself. places: the numbers of the layers.
+    the stream. fed: its second half. rereads_output: the backward reads the last output itself. places: the numbers
+    of the layers.
     """
 
     moved: Elements
     kept: Elements
     gradients: Elements
     mixer: Mixer
+    fed: Fed
     experts: bool = False
     rereads_output: bool = False
     rereads_experts: bool = False
     places: tuple[int, ...] = ()
+
+    @property
+    def linears(self) -> Iterator[ParameterSpec]:
+        """The matrices of column- and row-parallel linears, which multiply as a run's products do."""
+        matrices = (p for p in self.parameters if p.multiplies and p.cut is not None and not p.experts)
+        return (p for p in matrices if self.mixer.in_fp8 or not p.name.startswith("attention."))
+
+    def in_fp8(self, least: int | None, part: str = "") -> LargeLinears:
+        """Return the linears that are multiplied in fp8 (products/fp8.py), none if ``least`` is None.
+
+        part: what their names begin with.
+        """
+        found, by_input = LargeLinears(), dict[tuple[str, int | None], list[tuple[int, ...]]]()
+        for p in self.linears:
+            if p.name.startswith(part):
+                by_input.setdefault((p.name.rsplit(".", 2)[0], p.cut), []).append(p.shape)
+        for (_, cut), shapes in by_input.items():
+            if least is None or not fits_fp8(shapes, least):
+                continue
+            out, into, columns = sum(n for n, _ in shapes), shapes[0][1], cut == 0
+            found = LargeLinears(
+                columns=found.columns + columns,
+                rows=found.rows + into * (not columns),
+                outputs=found.outputs + out * columns,
+                written=found.written + out * (not columns),
+                widest=max(found.widest, out),
+                matrices=found.matrices + out * into,
+            )
+        return found
 
 
 class ModelSpec:
@@ -92,13 +151,13 @@ class ModelSpec:
     def embedding(self) -> ModuleSpec:
         c = self.config
         parameters = (*_positions(c), _words(c, "tokens.weight"))
-        return ModuleSpec(EMBEDDING, parameters, inputs=0, outputs=1)
+        return ModuleSpec(EMBEDDING, parameters, inputs=0, outputs=c.hidden_size)
 
     @cached_property
     def head(self) -> ModuleSpec:
         c = self.config
         parameters = (replace(_words(c, "weight"), multiplies=True), *norm(c, "norm"))
-        return ModuleSpec(HEAD, parameters, inputs=1, outputs=0)
+        return ModuleSpec(HEAD, parameters, inputs=c.hidden_size, outputs=0)
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -212,15 +271,26 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     shared = c.moe_shared_expert_intermediate_size is not None
     last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
     reads_output = c.hidden_dropout > 0 or "mlp_output_norm" in norms
+    # What nothing reads is not computed again.
+    again = [p for p in mlp.parameters if reads_output or not p.name.endswith("down_proj.weight")]
+    # The inputs of MLP and of its output's norm; of a parallel block it keeps the residual instead, too.
+    inside = h * (("mlp_norm" in norms) + ("mlp_output_norm" in norms) - c.parallel_block)
+    sums = int(not choices.experts or shared)
     return LayerSpec(
         LAYER,
         parameters,
-        inputs=1 + (not choices.experts or shared),
-        outputs=1 + (not choices.experts or shared),
+        inputs=mixer.work.taken + h * sums,
+        outputs=h + h * sums,
         moved=Elements(10 * h, mixer.work.moved + mlp.moved),
-        kept=Elements(streams * h, mixer.work.kept + mlp.kept),
+        kept=Elements(streams * h + mixer.work.latents, mixer.work.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         mixer=mixer,
+        fed=Fed(
+            sums,
+            sum(p.multiply_adds for p in again),
+            moved=Elements(5 * h, mlp.moved),
+            kept=Elements(inside, mlp.kept),
+        ),
         experts=choices.experts,
         rereads_output=reads_output or last_read,
         rereads_experts=reads_output or shared,

@@ -17,7 +17,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean, multiples_around
 from megazero.config.options.fields import convert, fault, option, section_options
 from megazero.mesh.levels import BETWEEN, CLUSTER, INTER, INTRA, NODE, Level, links_of
-from megazero.products import PRODUCTS
+from megazero.products import FP8_PRODUCTS, PRODUCTS
 
 CLUSTERS = Path(__file__).parent / "clusters"
 OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all, all-reduce, point to point
@@ -79,9 +79,11 @@ class Device(Rates):
     def peak(self, product: str) -> float:
         """Return the peak in operations per second. Raises ValueError if the file says none for the product."""
         if product not in self.peaks:
+            dtypes = " or ".join(f"--{name}" for name in self.peaks if name not in FP8_PRODUCTS)
+            said = "fp8-recipe" if product in FP8_PRODUCTS else "params-dtype"
             raise ValueError(
-                f"--params-dtype {product}: the cluster file says no rate of {self.name} in it "
-                f"(device.{product}_tflops); nearest: {' or '.join('--' + name for name in self.peaks) or 'add one'}"
+                f"--{said} {product.removeprefix('fp8_')}: the cluster file says no rate of {self.name} in it "
+                f"(device.{product}_tflops); nearest: {dtypes or 'add one'}"
             )
         return self.peaks[product]
 

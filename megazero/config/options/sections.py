@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
@@ -13,6 +13,7 @@ from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
 from megazero.config.options.fields import BEGINS, KEPT, ORDER, SHORT, UPDATE, option
 from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
+from megazero.products import RECIPES
 
 BITS = (8, 4, 2)
 BITS_OF_GRADIENTS = (8, 4)
@@ -20,7 +21,7 @@ BITS_OF_KEYS = (8,)
 OUTER_BITS = (32, 16, *BITS)
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 TRANSFORMS = ("none", "hadamard")
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "mlp", "full")
 DISPATCH = ("no", "exact", "int8")
 BALANCE_LOSSES = AUX, SEQUENCE_AUX, GLOBAL_AUX = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 SINKHORN = "sinkhorn"
@@ -29,6 +30,7 @@ SHARED_SAMPLES = "context_parallel_size > 1"
 QUANTISED = "sends_gradients: --zero-quantized-gradients"
 ANY_QUANTISED = "sends_weights or sends_gradients: --zero-quantized-weights or --zero-quantized-gradients"
 SGD = "outer_optimizer = nesterov|sgd"
+FP8, FP8_GRADIENTS = "fp8_format", {"e4m3": "float8_e4m3fn", "hybrid": "float8_e5m2"}  # torch's names
 FP16, DYNAMIC = "params_dtype = fp16: --fp16", "not loss_scale: a scale that changes (no --loss-scale)"
 EVALUATES = "eval_iters > 0 or callbacks: --eval-iters above 0"
 CHECKPOINT = "not loads_hugging_face: --load of a checkpoint"
@@ -290,7 +292,7 @@ class OuterConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Compute dtype. Master weights, accumulated gradients, sums and the loss are at least fp32."""
+    """Compute dtype, and fp8. Master weights, accumulated gradients, sums and the loss are at least fp32."""
 
     NEEDS: ClassVar = {
         "loss_scale": FP16,
@@ -302,6 +304,33 @@ class PrecisionConfig:
         "dtype of parameters and activations",
         choices=("bf16", "fp16", "fp32", "fp64"),
         consts={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"},
+        resume=UPDATE,
+    )
+    fp8_format: str | None = option(
+        None,
+        "large matrices of layers are multiplied in fp8: e4m3 takes E4M3 for all, hybrid E5M2 for gradients. Head, "
+        "embedding, router, experts and latent attention stay in bf16",
+        choices=tuple(FP8_GRADIENTS),
+        needs="params_dtype = bf16: --bf16",
+        strict=True,
+        resume=UPDATE,
+    )
+    fp8_recipe: str = option(
+        "tensorwise",
+        "what has a scale: a tensor (tensorwise); a token, and a row of a weight (rowwise; gradients of weights in "
+        "bf16); 128 elements of a token, and 128 x 128 of a weight (blockwise; Hopper)",
+        choices=RECIPES,
+        needs=FP8,
+        strict=True,
+        resume=UPDATE,
+    )
+    fp8_min_size: int = option(
+        2048,
+        "matrices with a shorter side are multiplied in bf16, unless a larger one multiplies the same input; sides "
+        "are those of one rank, whatever the layout",
+        low=1,
+        needs=FP8,
+        strict=True,
         resume=UPDATE,
     )
     loss_scale: float | None = option(
@@ -317,7 +346,19 @@ class PrecisionConfig:
     @property
     def product(self) -> str:
         """Return how the layers' linears multiply, a name of PRODUCTS."""
-        return self.params_dtype
+        return f"fp8_{self.fp8_recipe}" if self.fp8_format else self.params_dtype
+
+    @property
+    def fp8_least(self) -> int | None:
+        """Return the shorter side of the smallest matrices that are multiplied in fp8, None if none is."""
+        return self.fp8_min_size if self.fp8_format else None
+
+    @property
+    def product_options(self) -> dict[str, Any]:
+        """Return the options of that product."""
+        if self.fp8_format is None:
+            return {}
+        return {"gradients": FP8_GRADIENTS[self.fp8_format], "least": self.fp8_min_size}
 
 
 @dataclass(frozen=True)
@@ -364,7 +405,12 @@ class TrainingConfig:
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=ORDER)
     deterministic_mode: bool = option(False, "only deterministic kernels")
-    recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
+    recompute_granularity: str = option(
+        "none",
+        "activations that the backward recomputes: those of attention's core (selective), of the MLP or experts and "
+        "their norms (mlp), or of whole layers (full)",
+        choices=RECOMPUTE,
+    )
     attention_backend: str = option(
         "auto",
         "implementation of attention: a kernel of torch's (flash with documents is its attention of variable "

@@ -409,7 +409,7 @@ LOADED = Completion(
     (*OF_MODEL, *OF_TOKENIZER, "load", "finetune", "accept_field", "params_dtype"),
     (*OF_MODEL, *OF_TOKENIZER, "finetune"),
 )
-CONDITIONS = Completion(_conditions, (*OF_MODEL, "pipeline_model_parallel_size"))
+CONDITIONS = Completion(_conditions, (*OF_MODEL, "pipeline_model_parallel_size", "fp8_recipe"))
 GELU = Completion(_gelu, (*OF_MODEL, UNFUSED_GELU), ("openai_gelu", UNFUSED_GELU))
 # The tokenizer and the data come last: they decide nothing else.
 COMPLETIONS = (

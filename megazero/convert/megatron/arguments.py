@@ -28,7 +28,6 @@ _HERE = "the checkpoint's arguments"
 DECIDING: Mapping[str, Collection[Any]] = {
     **dict.fromkeys(
         (
-            "multi_latent_attention",
             "mtp_num_layers",
             "experimental_attention_variant",
             "linear_attention_type",
@@ -75,7 +74,6 @@ DECIDING: Mapping[str, Collection[Any]] = {
         (),
     ),
     "softmax_type": ("vanilla",),
-    "rope_type": ("rope",),
 }
 # About the machine and the finished run: the weights, or whoever starts the next run, decide these.
 _OF_THE_RUN = re.compile(
@@ -95,6 +93,11 @@ _OF_THE_PROGRAM = re.compile(
     r"|(ep|tp)_size|gemm_shapes|stream_ckpt_dequant|use_layer_wise_distributed_optimizer"
 )
 _IDLE = re.compile(r"fim_|expert_|moe_")  # have an effect beside others alone
+_OF_YARN = (
+    *("rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+    "original_max_position_embeddings",
+)
+_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
 _FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -147,7 +150,8 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("layernorm_zero_centered_gamma"):  # the name in megatron-core's own configuration
         said["apply_layernorm_1p"] = True
     unit = "_iters" if said.get("train_samples") else "_samples"
-    yarn = args.get("position_embedding_type") == "yarn"
+    latent = args.get("multi_latent_attention")
+    yarn = args.get("position_embedding_type") == "yarn" or (latent and args.get("rope_type") != "rope")
     rotary = args.get("position_embedding_type") in (None, "rope") or args.get(
         "use_rotary_position_embeddings"
     )
@@ -164,7 +168,9 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         ),
         (not rotary, ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")),
         (not said.get("use_rope_scaling"), ("use_rope_scaling", "rope_scaling_factor")),
-        (not yarn, ("rotary_scaling_factor", "mscale", "mscale_all_dim")),
+        (not yarn, _OF_YARN),
+        (not latent, _OF_LATENTS),
+        (latent, ("rotary_interleaved", "kv_channels")),
         (not _has_experts(args), [name for name in said if name.startswith(("moe_", "expert_"))]),
     )
     without = {name for holds, names in idle if holds for name in names}

@@ -50,6 +50,7 @@ _SPELLINGS = tuple(
     for pattern, ours in (
         (r"^module\.", ""),
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+        (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
         (r"\.mlp\.experts\.experts\.(?=\d)", ".mlp.experts."),
         (r"\.mlp\.router\.expert_bias$", ".mlp.router.e_score_correction_bias"),

@@ -81,23 +81,51 @@ EVERY_LAYER = FieldGroup((), _read_every, lambda options: {"intermediate_size": 
 
 
 def _read_deepseek(config: Config) -> dict[str, Any]:
-    layers, dense = config.get("num_hidden_layers") or 0, config["first_k_dense_replace"]
-    topk, shared = config["num_experts_per_tok"] or 0, config["n_shared_experts"]
-    if not shared:
-        raise ValueError(f"n_shared_experts = {shared!r} is not supported (only above 0)")
+    topk = config["num_experts_per_tok"] or 0
     if bool(config["norm_topk_prob"]) != (topk > 1):
         raise ValueError(
             f"norm_topk_prob = {config['norm_topk_prob']!r} is not supported with num_experts_per_tok = {topk}: "
             "probabilities of several experts add up to 1, that of one is its sigmoid"
         )
-    factor = config.get("routed_scaling_factor", 1.0)
     return {
         **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        **_beside_experts(config),
+        **_groups(config, topk, best=2),
+    }
+
+
+def _read_deepseek_v2(config: Config) -> dict[str, Any]:
+    method, normed = config["topk_method"], config["norm_topk_prob"]
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method = {method!r} is none of greedy, group_limited_greedy")
+    if normed:
+        raise ValueError(
+            f"norm_topk_prob = {normed!r} is not supported: transformers' class does not add probabilities up to 1"
+        )
+    return {
+        **{"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
+        **_beside_experts(config),
+        **(_groups(config, config["num_experts_per_tok"] or 0, best=1) if method != "greedy" else {}),
+    }
+
+
+def _beside_experts(config: Config) -> dict[str, Any]:
+    """Return the options of shared experts, dense layers and the factor of probabilities."""
+    layers, dense = config.get("num_hidden_layers") or 0, config["first_k_dense_replace"]
+    shared, factor = config["n_shared_experts"], config.get("routed_scaling_factor", 1.0)
+    if not shared:
+        raise ValueError(f"n_shared_experts = {shared!r} is not supported (only above 0)")
+    return {
         "moe_router_topk_scaling_factor": None if factor == 1 else factor,
         "moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"],
-        **_groups(config, topk),
         **_in_layers([i >= dense for i in range(layers)]),
     }
+
+
+def _write_deepseek_v2(options: Any) -> dict[str, Any]:
+    limited = options.moe_router_group_topk is not None
+    method = "group_limited_greedy" if limited else "greedy"
+    return {**_write_deepseek(options), "topk_method": method, "norm_topk_prob": False}
 
 
 def _write_deepseek(options: Any) -> dict[str, Any]:
@@ -115,16 +143,13 @@ def _write_deepseek(options: Any) -> dict[str, Any]:
     }
 
 
-def _groups(config: Config, topk: int) -> dict[str, Any]:
+def _groups(config: Config, topk: int, best: int) -> dict[str, Any]:
+    """Return the options of groups that count by their ``best`` experts, by default topk // topk_group."""
     groups, kept = config.get("n_group") or 1, config.get("topk_group") or 1
     if groups == kept:
         return {}
-    if topk // kept != 2:
-        raise ValueError(
-            f"topk_group = {kept} of n_group = {groups} is not supported with num_experts_per_tok = {topk}: a group "
-            f"counts by its best two experts there, and by its best {topk} // {kept} here, as in Megatron"
-        )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+    own = {"moe_router_group_best": best} if topk // kept != best else {}
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": kept, **own}
 
 
 DEEPSEEK_COUNT = {
@@ -142,5 +167,11 @@ def deepseek(**absent: Any) -> FieldGroup:
     experts. ``absent`` is what absent fields mean: number and width of experts, of shared ones, the dense layers, and
     whether probabilities add up to 1.
     """
-    names = (*absent, "routed_scaling_factor", "n_group", "topk_group")
+    names = {*absent, "routed_scaling_factor", "n_group", "topk_group"}
     return FieldGroup(names, lambda config: _read_deepseek({**absent, **config}), _write_deepseek)
+
+
+def deepseek_v2(**absent: Any) -> FieldGroup:
+    """Return the same of DeepSeek-V2's (arXiv 2405.04434), whose probabilities are softmax's over all experts."""
+    names = {*absent, "routed_scaling_factor", "n_group", "topk_group"}
+    return FieldGroup(names, lambda config: _read_deepseek_v2({**absent, **config}), _write_deepseek_v2)

@@ -19,8 +19,9 @@ Config = Mapping[str, Any]
 FIELDS = {"vocab_size": "vocab_size", "init_method_std": "initializer_range"}
 ABSENT = {"init_method_std": 0.02}
 TIED = "tie_word_embeddings"
-# Options whose field may be null, whatever its absence means: as many as heads, and of no meaning to a trained model.
-_NULL = ("num_query_groups", "init_method_std")
+# Options whose field may be null, whatever its absence means: as many as heads, no latent, and of no meaning to a
+# trained model.
+_NULL = ("num_query_groups", "q_lora_rank", "init_method_std")
 
 
 def _nothing(_: object) -> dict[str, Any]:
@@ -45,7 +46,8 @@ class FieldGroup:
 class HuggingFace:
     """A family's config.json, whose fields are those of transformers' configuration class.
 
-    ``model_type`` and ``architecture`` name the family there, and its model with a head.
+    ``model_type`` and ``architecture`` name the family there, and its model with a head. ``other_types`` are those of
+    models with the same fields and tensors, which are read, and written as this one.
     ``fields`` maps an option to its field. ``absent`` maps an option to what an absent field means; a field without
     a value there is required. A value of None leaves the option to its default, which other options may decide.
     ``tied`` is what an absent tie_word_embeddings means.
@@ -61,6 +63,11 @@ class HuggingFace:
     aliases: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     groups: tuple[FieldGroup, ...] = ()
+    other_types: tuple[str, ...] = ()
+
+    @property
+    def read_types(self) -> tuple[str, ...]:
+        return (self.model_type, *self.other_types)
 
     @property
     def plain_fields(self) -> Mapping[str, str]:

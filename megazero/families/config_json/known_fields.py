@@ -6,12 +6,19 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.config_json.missing import EXPERTS, LINEAR, part_of
+from megazero.families.config_json.missing import EXPERTS, LATENT, LINEAR, part_of
 
 # Such layers stand behind the model's own. Their tensors are left out only where this field is set aside.
 MORE_TOKENS = "num_nextn_predict_layers"
 # Of training alone: dropout, losses that balance experts. Patterns as of file names, here and below.
-OF_TRAINING = ("*_dropout", "*_pdrop", "output_router_logits", "router_aux_loss_coef")
+OF_TRAINING = (
+    "*_dropout",
+    "*_pdrop",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+)
 # They change nothing in the function that a model computes: names, dtypes, tokens of generation, training, layers
 # that predict further tokens, labels of classifiers, the order of sums.
 INERT = (
@@ -130,6 +137,7 @@ def refusal(name: str) -> str:
     reasons = [reason for pattern, reason in REFUSED if fnmatchcase(name, pattern)]
     if part := part_of(name):
         reasons.append(
-            f"is of {part}, which {'this family' if part in (EXPERTS, LINEAR) else 'the decoder'} does not have"
+            f"is of {part}, which "
+            f"{'this family' if part in (EXPERTS, LATENT, LINEAR) else 'the decoder'} does not have"
         )
     return reasons[0] if reasons else "is not known here, and may change what the model computes"

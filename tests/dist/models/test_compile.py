@@ -24,9 +24,11 @@ def both(cases: Sequence[Case], backend: str):
 def check(cases: Sequence[Case], backend: str = "aot_eager") -> None:
     for case, eager, compiled in both(cases, backend):
         for one, other in zip(eager, compiled, strict=True):
-            cut = case.tp > 1 or case.schedule == "zb-h1"
+            cut = max(case.tp, case.cp) > 1 or case.schedule == "zb-h1" or "experts" in case.family
             assert len(set(other.graphs)) == 1, (case.id, other.graphs)  # none after the first step
-            assert other.graphs[0] > 1 if cut else other.graphs[0] == 1, (case.id, other.graphs)
+            graphs, whole = other.graphs[0], 1 + other.last  # of the layers, and of the head with its loss
+            chunks = bool(case.loss_chunk and other.last)
+            assert graphs > 1 if cut else graphs > whole if chunks else graphs == whole, (case.id, graphs)
             assert one.graphs[-1] == 0
             if backend == "aot_eager":
                 assert (one.losses, one.norms, one.prints) == (other.losses, other.norms, other.prints), (
@@ -45,10 +47,29 @@ TENSOR = Case(2, 1, 2, "ddp", None, True, 1, False, "odd", "selective", "fp64", 
 SPLIT = replace(
     TENSOR, tp=1, sequence_parallel=False, pp=2, schedule="zb-h1", recompute="full", micro_batches=3
 )
+CONTEXT = replace(PLAIN, cp=2, recompute="mlp")
+EXPERTS = replace(PLAIN, ep=2, family="experts", recompute="mlp")
 
 
 def test_sharded_layers_give_the_bits_of_eager():
     check([PLAIN])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        TENSOR,
+        replace(TENSOR, recompute="mlp", loss_chunk=8),
+        SPLIT,
+        replace(SPLIT, recompute="mlp", schedule="1f1b"),
+        CONTEXT,
+        EXPERTS,
+    ],
+    ids=lambda case: case.id,
+)
+def test_what_is_cut_out_leaves_the_bits_of_eager(case):
+    check([case])
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.models.experts import Experts, MixtureOfExperts
 from megazero.moe import Balance, dispatch
 from megazero.pp.executor import Pipeline
+from megazero.tp import TensorParallel
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
 from megazero.zero.gradients import Gradients
@@ -352,6 +353,11 @@ def _doubled_dispatch(place: Place) -> None:
     place.replace(Peers, "route", twice)
 
 
+def _own_scales(place: Place) -> None:
+    """Ranks that share a sequence do not agree on the scale of an input in fp8."""
+    place.replace(TensorParallel, "_largest", lambda tp, number: number * 2**tp.rank)
+
+
 FAULTS: dict[str, Callable[[Place], None]] = {
     "skip-last-reduction": _skip_last_reduction,
     "wrong-norm-group": _wrong_norm_group,
@@ -378,4 +384,5 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "norm-without-experts": _norm_without_experts,
     "stale-sizes": _stale_sizes,
     "doubled-dispatch": _doubled_dispatch,
+    "own-scales": _own_scales,
 }

@@ -96,6 +96,10 @@ EVEN = (
 EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.1"
 EXPERTS_APART += " --moe-router-load-balancing-type global_aux_loss"
 
+FP8 = f"{TENSORS} --sequence-parallel --recompute-granularity full --fp8-format hybrid"
+FP8_STAGES = f"{GRID} --pipeline-schedule zb-h1 --recompute-granularity selective"
+FP8_STAGES += " --fp8-format hybrid --fp8-recipe blockwise"
+
 # fault -> (configuration, a check that must fail)
 SEEN = {
     "skip-last-reduction": (GRID, "Pass 1, exact: gradients"),
@@ -123,6 +127,7 @@ SEEN = {
     "norm-without-experts": (SHARED, "Pass 1, exact: gradient norm"),
     "stale-sizes": (SHARED, "Pass 1, exact: gradients"),
     "doubled-dispatch": (SHARED, "Pass 1, exact: bytes sent"),
+    "own-scales": (FP8, "Pass 1, exact: gradients"),
 }
 
 
@@ -147,6 +152,7 @@ CERTIFIED = {
     "experts of replicas, lion": EXPERTS_APART,
     "gathered keys": KEYS,
     "swaps and gathered keys": BOTH_OF_TENSORS,
+    "gathered latents": f"{KEYS} --multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-layernorm",
     "keys, INT8": CODED_KEYS,
     "swaps and keys, INT8": f"{BOTH_OF_TENSORS} --cp-gather-bits 8",
     "shared experts, zeropp": SHARED_ZEROPP,
@@ -155,6 +161,10 @@ CERTIFIED = {
     "grid of shared experts": SHARED_GRID,
     "experts of two nodes, INT8": CROSSING,
     "grid of experts of two nodes": CROSSING_GRID,
+    "fp8": FP8,
+    "fp8, blocks of stages": FP8_STAGES,
+    "fp8, rows of contexts": f"{CONTEXTS} --fp8-format e4m3 --fp8-recipe rowwise",
+    "fp8, zeropp": f"{ZEROPP} --fp8-format e4m3",
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.wire import DEFAULT_BLOCK
+from megazero.kernels.dispatch import CHUNK
 from tests.messages import refused
 
 BITS = st.sampled_from([2, 4, 8])
@@ -184,6 +185,18 @@ def test_decode_add_rounds_the_fp32_sum_once(
     codec.decode_add(messages, wide[:, 2 : n + 2], exact_out)
     assert torch.equal(wide, expected)
     assert torch.equal(exact_out, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_difference_is_taken_from_what_the_base_can_hold(dtype: torch.dtype, kept: torch.dtype) -> None:
+    codec, n = Blockwise(4, 64), CHUNK // 2 + 64  # two rows in two chunks
+    x, exact = drawn(1, 2, n, 1.0, dtype), drawn(2, 2, 3, 1.0)
+    base = drawn(3, 2, n, 1.0, kept)
+    base[:, :64] = x[:, :64]  # a block that differs in what is lost by rounding
+    found = codec.encode_difference(x, base, exact)
+    assert torch.equal(found, codec.encode(x.to(kept).to(dtype) - base.to(dtype), exact))
+    assert not codec.form.scales(found, n)[:, 0].any()
 
 
 def test_decode_add_keeps_what_rounded_differences_would_lose() -> None:

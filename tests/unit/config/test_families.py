@@ -6,10 +6,12 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from megazero.config import RunConfig
 from megazero.config.errors import ConfigError
 from megazero.config.model.architecture import architecture_of, from_hf_config
+from megazero.config.model.mixers import mixers_of
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import make_model
 from megazero.config.model.spec import active_count, parameter_count, training_flops
@@ -288,7 +290,13 @@ Mixtral* {"num_experts_per_tok": "2"} -> num_experts_per_tok; text; '2'
 Olmoe* {"clip_qkv": 8.0} -> clip_qkv = 8.0; None
 Olmoe* {"num_experts": 0} -> num_experts = 0
 Glm4Moe* {"norm_topk_prob": False} -> norm_topk_prob = False
-Glm4Moe* {"n_group": 8, "topk_group": 2} -> n_group = 8; topk_group = 2
+DeepseekV3* {"num_key_value_heads": 64} -> num_key_value_heads = 64; only 128
+DeepseekV3* {"qk_head_dim": 128} -> qk_head_dim = 128; only 192
+DeepseekV3* {"attention_bias": True} -> attention_bias = True
+DeepseekV3* {"topk_method": "greedy"} -> topk_method = 'greedy'; 'noaux_tc'
+DeepseekV3* {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 0.5}} -> mscale_all_dim; with mscale
+DeepseekV2* {"norm_topk_prob": True} -> norm_topk_prob = True
+DeepseekV2* {"topk_method": "noaux_tc"} -> topk_method = 'noaux_tc'; greedy, group_limited_greedy
 Glm4Moe* {"n_shared_experts": 0} -> n_shared_experts = 0; above 0
 Dots1* {} -> n_routed_experts; missing; num_experts_per_tok; n_shared_experts
 Dots1* {"scoring_func": "softmax"} -> scoring_func = 'softmax'; 'noaux_tc'
@@ -309,7 +317,7 @@ def test_what_is_not_understood_is_an_error(typed, named):
     "family, parts",
     [
         ("Phimoe", ["a mixture of experts (num_local_experts = 16)"]),
-        ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
+        ("MiniCPM3", ["latent attention (kv_lora_rank = 256)"]),
         ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
         ("GptOss", ["sinks of attention", "a mixture of experts"]),
         ("Qwen3_5MoeText", ["linear attention", "a mixture of experts"]),
@@ -329,6 +337,125 @@ def test_a_family_that_is_not_built_is_refused_by_what_it_has(family, parts):
     with pytest.raises(ValueError, match=f"model_type = '{config['model_type']}' is not built here") as error:
         from_hf_config(config)
     assert all(part in str(error.value) for part in parts), error.value
+
+
+DEEPSEEK = {
+    **{
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "theirs.Config"},
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+    },
+    **{"hidden_act": "silu", "moe_layer_freq": 1, "pretraining_tp": 1, "seq_aux": True, "rms_norm_eps": 1e-6},
+    **{
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "use_cache": True,
+    },
+    **{
+        "tie_word_embeddings": False,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_theta": 10000,
+    },
+}
+SCALED = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+SCALED |= {"original_max_position_embeddings": 4096}
+V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "norm_topk_prob": False, "scoring_func": "softmax"}
+V2 |= {
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+}
+V3 = {**DEEPSEEK, "model_type": "deepseek_v3", "norm_topk_prob": True, "scoring_func": "sigmoid"}
+V3 |= {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+
+
+def sizes(layers, hidden, heads, ffn, experts, width, rank):
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+        "n_routed_experts",
+    )
+    names += ("moe_intermediate_size", "q_lora_rank", "num_key_value_heads")
+    return dict(zip(names, (layers, hidden, heads, ffn, experts, width, rank, heads), strict=True))
+
+
+# What config.json says, as published, and billions of parameters.
+LATENTS = {
+    "DeepSeek-V2-Lite": (
+        {
+            **V2,
+            **sizes(27, 2048, 16, 10944, 64, 1408, None),
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+        }
+        | {"rope_scaling": {**SCALED, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        15.7,
+    ),
+    "DeepSeek-V2": (
+        {**V2, **sizes(60, 5120, 128, 12288, 160, 1536, 1536), "n_group": 8, "topk_group": 3}
+        | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}
+        | {"rope_scaling": {**SCALED, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        235.7,
+    ),
+    "DeepSeek-V3": (
+        {
+            **V3,
+            **sizes(61, 7168, 128, 18432, 256, 2048, 1536),
+            "n_group": 8,
+            "topk_group": 4,
+            "vocab_size": 129280,
+        }
+        | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8}
+        | {"n_shared_experts": 1, "num_nextn_predict_layers": 1, "max_position_embeddings": 163840}
+        | {"rope_scaling": SCALED},
+        671.0,
+    ),
+    "Moonlight-16B-A3B": (
+        {**V3, **sizes(27, 2048, 16, 11264, 64, 1408, None), "vocab_size": 163840, "rms_norm_eps": 1e-5}
+        | {
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.446,
+            "rope_theta": 50000.0,
+        }
+        | {"max_position_embeddings": 8192},
+        16.0,
+    ),
+    "Kimi-K2": (
+        {**V3, **sizes(61, 7168, 64, 18432, 384, 2048, 1536), "model_type": "kimi_k2", "vocab_size": 163840}
+        | {
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.827,
+            "rope_theta": 50000.0,
+        }
+        | {"max_position_embeddings": 131072, "rope_scaling": {**SCALED, "factor": 32, "beta_fast": 1.0}},
+        1026.4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_published_models_with_latents_are_read(name):
+    published, billions = LATENTS[name]
+    model = from_hf_config(published)
+    kind = "DeepseekV2" if model.model_family == "deepseek_v2" else "DeepseekV3"
+    known = {n: v for n, v in published.items() if n not in ("model_type", "auto_map")}
+    with torch.device("meta"):
+        theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**known))
+    assert parameter_count(model) == sum(p.numel() for p in theirs.parameters())
+    assert parameter_count(model) / 1e9 == pytest.approx(billions, abs=0.06)
+    scale = theirs.model.layers[0].self_attn.scaling
+    assert mixers_of(model)[0].heads.scale == pytest.approx(scale, rel=1e-12)
+    assert architecture_of(model).hugging_face.architecture == f"{kind}ForCausalLM"
 
 
 def test_all_errors_come_at_once_and_fields_can_be_set_aside():
@@ -449,7 +576,10 @@ glm4_moe SIGMOIDS {"moe_router_topk": 1} -> glm4_moe
 glm4_moe SIGMOIDS {"moe_shared_expert_intermediate_size": 70} -> glm4_moe; --moe-shared-expert-intermediate-size 70
 glm4_moe SIGMOIDS {"moe_router_enable_expert_bias": False} -> --moe-router-enable-expert-bias off
 glm4_moe SIGMOIDS {"moe_router_topk": 4, "moe_router_group_topk": 1, "moe_router_num_groups": 2}
-    -> glm4_moe config; topk_group = 1; n_group = 2
+    -> --moe-router-group-best 4
+deepseek_v3 SIGMOIDS {} -> deepseek_v3
+deepseek_v3 SIGMOIDS {"multi_latent_attention": False} -> glm4_moe
+deepseek_v2 SIGMOIDS {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False} -> deepseek_v2
 mixtral SIGMOIDS {"moe_shared_expert_intermediate_size": None} -> --moe-router-score-f
 llama {"sliding_window": 64} -> mistral
 llama {"qk_norm": "all-heads", "transformer_block_type": "output-norm"} -> olmo2

@@ -155,7 +155,7 @@ def test_yaml_faults(tmp_path):
     path = write(
         tmp_path,
         "bad.yaml",
-        "modle: {}\nmodel: {num-layrs: 3, lr: 1}\nseed: yes\nseed: 2\nsplit: 9:1\nbf16: false\nfp8-format: hybrid\n",
+        "modle: {}\nmodel: {num-layrs: 3, lr: 1}\nseed: yes\nseed: 2\nsplit: 9:1\nbf16: false\nfp8-margin: 1\n",
     )
     found = "\n".join(errors(f"--config {path}"))
     for part in (
@@ -165,7 +165,7 @@ def test_yaml_faults(tmp_path):
         "seed stands there twice",
         "split takes text",
         "bf16 takes only true",
-        "fp8-format is Megatron's flag, not built here",
+        "fp8-margin is Megatron's flag, not built here",
     ):
         assert part in found, part
     assert "cannot be read" in errors("--config /nowhere.yaml")[0]

@@ -49,7 +49,8 @@ def test_the_table_is_well_formed():
 
 
 def test_every_accepted_flag_is_taken_and_said_in_one_note():
-    typed = {name: flags()[name][0].value for name in names(ACCEPT) if name != "no-position-embedding"}
+    conditional = ("no-position-embedding", "no-fp8-wgrad", "disable-fp8-wgrad")
+    typed = {name: flags()[name][0].value for name in names(ACCEPT) if name not in conditional}
     values = {name: WORDS.get(form, form.partition(",")[0]) for name, form in typed.items()}
     config = run(" ".join(f"--{n} {value}" for n, value in values.items()) + " --num-query-groups 2")
     (note,) = (
@@ -57,6 +58,11 @@ def test_every_accepted_flag_is_taken_and_said_in_one_note():
     )
     assert all(f"--{name}" in note for name in typed)
     assert config.zero.zero_preset == "zero1" and config.values() == run("--num-query-groups 2").values()
+
+
+def test_rowwise_scales_have_no_fp8_gradients_of_weights():
+    rowwise = "--bf16 --fp8-format e4m3 --fp8-min-size 16 --fp8-recipe rowwise"
+    assert run(f"{rowwise} --no-fp8-wgrad").values() == run(rowwise).values()
 
 
 def test_experts_make_errors_of_flags_that_would_change_results_with_them():
@@ -133,8 +139,11 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "train-tokens": "6400",
         "lr-decay-tokens": "3200",
         "min-scale": "1 --fp16",
+        **dict.fromkeys(("fp8-e4m3", "fp8-hybrid"), "--bf16 --fp8-min-size 16"),
         "rotary-seq-len-interpolation-factor": "2",
         "yarn-original-max-position-embeddings": "64",
+        "original-max-position-embeddings": "64",
+        "rope-type": "yarn",
         "sliding-window-size": "64",
     }
     for row in (row for name in names(MAP) for row in flags()[name] if row.kind == MAP):

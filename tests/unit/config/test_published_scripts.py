@@ -60,7 +60,9 @@ REFUSED = {
         *("--moe-loss-coeff 0.01", "--moe-train-capacity-factor"),
     ],
     ("DeepSpeed GPT 1.3B, dense", "--cpu-optimizer"): ["--cpu-optimizer"],
-    (LLAMA3, "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"): ["fp8 and fp4"],
+    (LLAMA3, "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"): [
+        *("--fp8-amax-history-len", "--fp8-amax-compute-algo"),
+    ],
     (LLAMA3, "--context-parallel-size 2 --hybrid-context-parallel"): ["--hybrid-context-parallel"],
     (LLAMA3, "--goldfish-loss --goldfish-k 50 --qk-layernorm --xielu"): ["--goldfish-loss", "--xielu"],
     (STARCODER, "--fim-rate 0.5 --tokenizer-type TokenizerFromFileWithFIM"): [

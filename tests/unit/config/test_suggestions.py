@@ -27,8 +27,10 @@ from tests.unit.config.command_lines import base_without, run, write
             "; nearest: --checkpoint-activations (Megatron's, here --recompute-granularity full)",
         ),
         (
-            "fp8-fromat",
-            "; nearest: --fp8-format (Megatron's, not built here: fp8 and fp4 are not built; train in --bf16)",
+            "sawp-optimizer",
+            "; nearest: --swap-optimizer (Megatron's, not built here: the optimizer is AdamW, SGD or Lion on the "
+            "device; offload is not built: shard further (--zero-preset zero3), or keep moments in fewer bits "
+            "(--exp-avg-dtype, --exp-avg-sq-dtype))",
         ),
         (
             "no-bias-gelu-fusio",

@@ -189,6 +189,13 @@ LONG --cp-gather-bits 8 --cp-comm-type a2a -> --cp-gather-bits 8; --cp-comm-type
 LONG --context-parallel-size 1 --cp-gather-bits 8 -> --cp-gather-bits 8; --context-parallel-size
 LONG --context-parallel-size 4 --cp-gather-bits 8 -> --cp-gather-bits 8; leave it out
 LONG --cp-gather-bits 4 -> --cp-gather-bits 4; 8
+--fp8-format e4m3 --fp8-min-size 16 -> --fp8-format e4m3; --bf16
+--bf16 --fp8-recipe rowwise -> --fp8-recipe rowwise; --fp8-format
+--bf16 --fp8-min-size 16 -> --fp8-min-size 16; --fp8-format
+--bf16 --fp8-format e4m3 -> --fp8-min-size 2048; 64
+--bf16 --fp8-format e5m2 --fp8-min-size 16 -> --fp8-format e5m2; e4m3; hybrid
+--bf16 --fp8-format e4m3 --fp8-min-size 16 --fp8-recipe delayed -> --fp8-recipe delayed; tensorwise
+--bf16 --fp8-format e4m3 --fp8-min-size 16 --no-fp8-wgrad -> --no-fp8-wgrad; --fp8-recipe rowwise
 EIGHT --expert-model-parallel-size 3 -> --expert-model-parallel-size 3; 4
 EIGHT --expert-model-parallel-size 8 -> --expert-model-parallel-size 8; 4
 EIGHT --moe-dispatch-across-nodes exact -> --moe-dispatch-across-nodes exact; --expert-model-parallel-size

@@ -86,6 +86,12 @@ OF_EXPERTS |= {"moe_token_drop_policy": "probs", "moe_aux_loss_coeff": 0.0, "moe
 OF_EXPERTS |= {"moe_expert_capacity_factor": None, "moe_deepep_num_sms": 20, "expert_tensor_parallel_size": 1}
 
 
+OF_LATENTS = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 16,
+    "kv_channels": 8,
+    "rotary_interleaved": False,
+}
 # And of every run.
 ITS_OWN = {
     **{"train_iters": 5, "train_samples": None, "lr_warmup_samples": 0, "lr": 0.01, "iterations_to_skip": []},
@@ -340,6 +346,18 @@ def test_the_gate_is_where_the_argument_says(kind, tmp_path):
             {"position_embedding_type": "yarn", "mscale": 1.5, "rotary_scaling_factor": 4.0},
             {"rotary_scaling": "yarn", "yarn_mscale": 1.5, "rotary_scaling_factor": 4.0},
         ),
+        (  # Megatron's latents have yarn's positions by default, whose factor is 1
+            {**OF_LATENTS, "rope_type": None, "rotary_scaling_factor": 40.0, "mscale_all_dim": 0.7},
+            {"kv_lora_rank": 16, "kv_channels": None, "rotary_interleaved": None, "yarn_mscale_all_dim": 0.7},
+        ),
+        (
+            {**OF_LATENTS, "rope_type": "rope", "rotary_scaling_factor": 40.0},
+            {"rotary_scaling": "none", "rotary_scaling_factor": None},
+        ),
+        (
+            {**OF_LATENTS, "multi_latent_attention": False, "rope_type": "rope"},
+            {"kv_lora_rank": None, "rotary_scaling": None},
+        ),
         ({"use_checkpoint_opt_param_scheduler": True}, {"use_checkpoint_opt_param_scheduler": None}),
     ],
 )
@@ -377,7 +395,10 @@ def test_without_arguments_flags_say_the_model(tmp_path):
 @pytest.mark.parametrize(
     "said, part",
     [
-        ({"multi_latent_attention": True}, "--multi-latent-attention .*latent attention is not built"),
+        (
+            {"multi_head_latent_attention": True},
+            "--multi-head-latent-attention .*of other kinds nothing is built",
+        ),
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),

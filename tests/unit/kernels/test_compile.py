@@ -17,7 +17,7 @@ from benchmarks.gpu_report.kernels import BITS, operations
 from tests import ROOT
 
 KERNELS = (
-    "quantize", "dequantize", "dequantize and add", "accumulate",
+    "quantize", "quantize a difference", "dequantize", "dequantize and add", "accumulate",
     "sum_quantize", "sum_rows", "adamw",
     "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
     "adamw in int8", "weighted SwiGLU", "gradients of SwiGLU",

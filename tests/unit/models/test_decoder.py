@@ -11,7 +11,7 @@ import torch
 from megazero.config.model.attention import TORCH
 from megazero.config.model.spec import model_spec, parameter_count, training_flops
 from megazero.families import FAMILIES
-from megazero.families.layer_kinds import frequency_of, layer_kind, layer_kinds
+from megazero.families.layer_kinds import GATED_DELTA_NET, frequency_of, layer_kind, layer_kinds
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.dropout import key_words, keyed_dropout
 from megazero.models.norm import RMSNorm
@@ -66,7 +66,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 def test_recompute_gives_the_same_bits(family, recompute, dropout):
     config = make(family, **dropout)
@@ -272,8 +272,11 @@ def test_parameter_count_and_flops(family):
     counted = counter.get_flop_counts()["Global"]
     attention = sum(v for op, v in counted.items() if "attention" in str(op) or "bmm" in str(op))
     formula = training_flops(config, [16, 16])
-    layers = [kind.mixer for kind in layer_kinds(config)].count("softmax")
-    half_attention = 6 * config.query_projection_size * layers * 2 * 16 * 16
+    widths = 2 * config.kv_channels  # of a key and a value
+    if config.multi_latent_attention:
+        widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+    layers = [kind.mixer != GATED_DELTA_NET for kind in layer_kinds(config)].count(True)
+    half_attention = 3 * config.num_attention_heads * widths * layers * 2 * 16 * 16
     # Of gated delta net products of whole chunks, where the formula takes those with the state.
     states = 6 * 32 * sum(len(kind.places) * kind.mixer.work.token for kind in model_spec(config).layers)
     assert sum(counted.values()) - attention == formula - half_attention - states
@@ -282,7 +285,10 @@ def test_parameter_count_and_flops(family):
     windows = dataclasses.replace(
         config, sliding_window=6, window_attn_skip_freq=(2,)
     )  # in the first layer of two
-    assert formula - training_flops(windows, [16, 16]) == 6 * config.query_projection_size * 2 * (16 - 6) ** 2
+    assert (
+        formula - training_flops(windows, [16, 16])
+        == 3 * config.num_attention_heads * widths * 2 * (16 - 6) ** 2
+    )
     padded = dataclasses.replace(config, pad_vocab_size_to=400)
     assert parameter_count(padded) == parameter_count(config)
     assert training_flops(padded, [16, 16]) - formula == 6 * 32 * 48 * 80
@@ -408,7 +414,7 @@ def test_all_configuration_errors_are_reported_at_once(made, said):
 
 
 def test_another_recompute_is_refused():
-    with refused("'some'", "none, selective, full"):
+    with refused("'some'", "none, selective, mlp, full"):
         Decoder(make("llama"), device="meta", recompute="some")
 
 

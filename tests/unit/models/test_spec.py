@@ -19,9 +19,14 @@ SIZES: dict[str, Any] = {
 }
 MIXTURES: list[dict[str, Any]] = [
     {},
-    {"num_query_groups": 2, "qk_norm": "all-heads", "normalization": "RMSNorm"},
+    {
+        "num_query_groups": 2,
+        "qk_norm": "all-heads",
+        "normalization": "RMSNorm",
+        "multi_latent_attention": False,
+    },
     {"qk_norm": "head", "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True},
-    {"position_embedding_type": "learned_absolute", "add_qkv_bias": True},
+    {"position_embedding_type": "learned_absolute", "add_qkv_bias": True, "multi_latent_attention": False},
     {"transformer_block_type": "sandwich", "untie_embeddings_and_output_weights": False},
     {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 24},
     {"num_experts": 4, "add_bias_linear": False, "moe_layer_freq": (0, 1, 1, 0)}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megazero.config.model.mixers import mixers_of
+from megazero.config.model.mixers.mixer import Exchanged
+from megazero.config.model.section import make_model
 from megazero.config.model.spec import HEAD
 from megazero.mesh.levels import INTER, INTRA
 from megazero.plan.search import Search, smallest_layout
@@ -51,6 +54,15 @@ def test_ranks_whose_part_of_a_sequence_cannot_be_cut_once_more_are_tried_withou
         search = Search({**MODEL, **sizes, "context_parallel_size": cp}, cluster(1, 4), "exact")
         found[cp] = {base.config.parallel.sequence_parallel for base in search.bases()}
     assert found == {1: {True}, 2: {False}}
+
+
+def test_latents_travel_not_the_heads_that_are_made_of_them() -> None:
+    """DeepSeek-V3: 576 elements of a token to each other rank, where its keys and values have 40,960."""
+    made = {"model_family": "deepseek_v3", "num_layers": 1, "hidden_size": 7168, "num_attention_heads": 128}
+    mixer = mixers_of(make_model(**made, seq_length=8, kv_lora_rank=512))[0]
+    assert mixer.exchanged(8, 1) == Exchanged(24576 // 8 + 576, 16384 // 8, (576,))
+    swapped = mixer.exchanged(8, 4)  # 3 of 4 ranks are others, and each receives the latent
+    assert swapped == Exchanged(24576 // 8 + 4 * 576, 16384 // 8, (4 * 576,))
 
 
 def test_keys_that_fill_no_block_are_padded() -> None:

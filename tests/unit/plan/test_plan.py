@@ -24,6 +24,7 @@ from megazero.config.options.cluster import (
     load_cluster,
     parse_cluster,
 )
+from megazero.config.options.sections import RECOMPUTE
 from megazero.config.validate import judge
 from megazero.mesh.levels import INTER
 from megazero.plan.base_layout import BaseLayout
@@ -186,7 +187,13 @@ SHARES: tuple[dict[str, object], ...] = (
     {"zero_preset": "zero3", "expert_model_parallel_size": 2, "recompute_granularity": "full"},
     {"zero_preset": "hpz", "expert_model_parallel_size": 2, "zero_chunk_numel": 10**5, **SHARED},
     {"zero_preset": "zero2", "expert_model_parallel_size": 4, **TENSORS, "recompute_granularity": "full"},
-    {"zero_preset": "zero1", "expert_model_parallel_size": 2, **TENSORS, **SHARED},
+    {
+        "zero_preset": "zero1",
+        "expert_model_parallel_size": 2,
+        **TENSORS,
+        **SHARED,
+        "recompute_granularity": "mlp",
+    },
     {"zero_preset": "zero3", "expert_model_parallel_size": 8, **CROSSING, "recompute_granularity": "full"},
     {"zero_preset": "zero2", "expert_model_parallel_size": 8, **CROSSING, **TENSORS, **SHARED},
     {"zero_preset": "zeropp", "expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "int8"},
@@ -263,6 +270,29 @@ def test_model_states_are_those_of_the_shards(
     assert plan.memory.model_states == pytest.approx(bytes_per_parameter * parameters, rel=1e-6)
 
 
+def test_products_in_fp8_have_their_own_rate() -> None:
+    """Twice that of bf16. Rowwise, gradients of weights have bf16's; and a cluster file must say the rate."""
+    on = cluster()
+    fast = {"memory_gbytes_per_s": 1e12, "fp8_tensorwise_tflops": 2.0, "fp8_rowwise_tflops": 2.0}
+    on = replace(on, device=replace(on.device, **fast))
+
+    def weights(**values: object) -> float:
+        """Seconds of the gradients of a layer's weights, which are those of its products in a forward."""
+        fp8 = {"fp8_format": "e4m3", "fp8_min_size": 1, **values} if values else {}
+        return layout({"kv_channels": 16, **fp8}, on).base.compute.times[LAYER].weight
+
+    (layer,) = model_spec(layout({"kv_channels": 16}, on).config.model).layers
+    most = max(min(p.shape) for p in layer.linears)  # attention's are smaller
+    whole, large = (layer.in_fp8(least).matrices for least in (1, most))
+    assert 0 < large < whole == layer.matrices
+    assert weights(fp8_recipe="tensorwise") == pytest.approx(weights() / 2)
+    assert weights(fp8_recipe="rowwise") == pytest.approx(weights())
+    part = weights(fp8_recipe="tensorwise", fp8_min_size=most)
+    assert part == pytest.approx(weights() * (1 - large / whole / 2))
+    with refused("--fp8-recipe blockwise", "device.fp8_blockwise_tflops", "--bf16"):
+        weights(fp8_recipe="blockwise")
+
+
 def test_matrices_have_one_moment_and_cross_nodes_twice() -> None:
     plan, adamw = (
         layout({"zero_shard": (1, 1, 8), "optimizer": name}, cluster()) for name in ("muon", "adamw")
@@ -330,9 +360,12 @@ def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
 
 
 def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
-    sizes = {r: layout({"recompute_granularity": r}, cluster()).memory for r in ("none", "selective", "full")}
-    kept = [sizes[r].activations for r in ("none", "selective", "full")]
-    assert kept[0] > kept[1] > kept[2]
+    sizes = {
+        r: layout({"recompute_granularity": r}, cluster()).memory
+        for r in ("none", "selective", "mlp", "full")
+    }
+    kept = [sizes[r].activations for r in ("none", "selective", "mlp", "full")]
+    assert kept[0] > kept[1] > kept[2] > kept[3]
     first, last = (
         layout({"pipeline_model_parallel_size": 4, "pipeline_schedule": s}, cluster())
         for s in ("1f1b", "gpipe")
@@ -370,6 +403,24 @@ def test_a_loss_in_chunks_gathers_the_heads_input_once_less() -> None:
     model = plan.config.model
     once = model.seq_length // 2 * model.hidden_size * 2 * plan.base.micro_batches
     assert [a - b for a, b in zip(*sent, strict=True)] == [once, once]
+
+
+def test_a_recompute_takes_the_seconds_of_what_it_repeats() -> None:
+    """With a memory that takes none, of a Llama layer: of its four h x h and three h x ffn, gate and up."""
+    on = cluster()
+    on = replace(on, device=replace(on.device, memory_gbytes_per_s=1e9))
+    times = {
+        each: layout({"model_family": "llama", "recompute_granularity": each}, on).base.compute.times[LAYER]
+        for each in RECOMPUTE
+    }
+    again = {each: found.backward.recompute for each, found in times.items()}
+    h, ffn = (
+        getattr(layout({"model_family": "llama"}, on).config.model, n)
+        for n in ("hidden_size", "ffn_hidden_size")
+    )
+    assert again["none"] == 0 < again["selective"] and again["full"] == times["none"].forward.compute
+    share = again["mlp"] / (again["full"] - again["selective"])
+    assert share == pytest.approx(2 * ffn / (4 * h + 3 * ffn), rel=1e-3)
 
 
 def test_gradients_in_the_forward_shift_the_heads_time() -> None:

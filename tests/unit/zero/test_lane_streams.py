@@ -143,11 +143,11 @@ class Watch:
             self.reads.add(self.uses[id(unit.weights.full)][-1])
             compute(cluster, unit)
 
-        def encoded(unit, messages, context):
+        def encoded(unit, messages):
             if self.update not in Streams.now[-1].before:
                 self.wrong.add("a refresh reads master weights before their update")
             self.behind.append(len(self.reads & Streams.now[-1].before))
-            encode(unit, messages, context)
+            encode(unit, messages)
 
         patch.setattr(Wire, "gather", gathered)
         patch.setattr(Cluster, "_compute", computed)

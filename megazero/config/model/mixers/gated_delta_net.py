@@ -121,10 +121,11 @@ class GatedDelta(Mixer):
         kept = 2 * mixed + 5 * value + 6 * heads
         # Before the norm q and k; chunked q and k, k times beta, with both decays and solved; v, solved and
         # corrected; products of queries and keys, of keys, their decays; states.
-        inside = 2 * key + 6 * keys + 3 * value + 5 * CHUNK * heads + 2 * state // CHUNK
+        wide = 2 * key + 6 * keys + 3 * value + 5 * CHUNK * heads + 2 * state // CHUNK
         # The state is read for the correction and for the query, decayed and added to (Megatron's accounting).
         token = 4 * state + mixed * c.linear_conv_kernel_dim
-        return TokenWork(2 * (kept + inside), kept, 0, value, token=token, inside=inside)
+        moved = 2 * (kept + wide)
+        return TokenWork(moved, kept, 0, value, taken=c.hidden_size, core=0, token=token, wide=wide)
 
     @property
     def words(self) -> str:

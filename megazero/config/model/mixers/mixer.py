@@ -15,14 +15,14 @@ Names = Mapping[str, str | tuple[str, int]]
 class Heads(NamedTuple):
     """The heads that kernels of attention see.
 
-    number: those of queries. groups: those of keys and values, which they share. width: of a query and of a key.
-    values: of a value. rotated: channels with rotary positions, of which --rotary-percent turn. scale: of scores.
+    number: those of queries. groups: those of keys and values, which they share. width: of a query, of a key and, as
+    kernels see it, of a value. rotated: channels with rotary positions, of which --rotary-percent turn. scale: of
+    scores.
     """
 
     number: int
     groups: int
     width: int
-    values: int
     rotated: int
     scale: float
 
@@ -31,18 +31,29 @@ class TokenWork(NamedTuple):
     """What the mixer of one token costs, the matrices and the residual stream aside.
 
     moved: elements that a forward reads and writes. kept: elements that autograd keeps for the backward. pair: the
-    multiply-adds with one other token. out: elements that the output linear takes. norm_sums: numbers that norms add
-    up over tensor-parallel ranks. token: the multiply-adds with a state, in place of other tokens. inside: numbers in
-    at least fp32 that are kept, too, and that a selective recompute frees as it does ``out``.
+    multiply-adds with one other token. out: elements that the output linear takes. taken: those that the first
+    column-parallel linears take. core: elements that its core makes and keeps, which selective recompute drops.
+    norm_sums: numbers that norms add up over tensor-parallel ranks.
+    shared: elements that every tensor-parallel rank has of whole sequences, and makes its heads' keys and values of:
+    ``expanded`` elements, by ``expansion`` multiply-adds, in its core. latents: elements that are kept of what
+    sequence parallelism alone cuts.
+    token: the multiply-adds with a state, in place of other tokens. wide: numbers in at least fp32 that the core
+    keeps beside ``kept`` and ``core``.
     """
 
     moved: int
     kept: int
     pair: int
     out: int
+    taken: int
+    core: int
     norm_sums: int = 0
+    shared: int = 0
+    expanded: int = 0
+    expansion: int = 0
+    latents: int = 0
     token: int = 0
-    inside: int = 0
+    wide: int = 0
 
 
 class Exchanged(NamedTuple):
@@ -64,6 +75,8 @@ class Mixer(ABC):
 
     module: 'module:name' of the module, which is imported when a layer is built, with SoftmaxAttention's arguments.
     rules: report what is wrong with its options in any decoder.
+    rotated_by: the flag of how many channels positions turn.
+    in_fp8: its linears multiply as a run's products do; else plainly.
     names, megatron: what Hugging Face calls its modules, where a family does not say otherwise, and what Megatron.
     """
 
@@ -71,6 +84,8 @@ class Mixer(ABC):
 
     module: ClassVar[str]
     rules: ClassVar[tuple[Callable[[Any], Iterator[str]], ...]] = ()
+    rotated_by: ClassVar[str] = "--kv-channels"
+    in_fp8: ClassVar[bool] = True
     names: ClassVar[Names] = {}
     megatron: ClassVar[Names] = {}
 
@@ -107,5 +122,5 @@ class Mixer(ABC):
         heads = self.heads
         if heads is None:
             return Exchanged(0, 0, ())
-        gathered = tuple(max(heads.groups // tp, ranks) * width for width in (heads.width, heads.values))
+        gathered = tuple(max(heads.groups // tp, ranks) * width for width in (heads.width, heads.width))
         return Exchanged(heads.number * heads.width // tp + sum(gathered), self.work.out // tp, gathered)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megazero.config.model.mixers.mixer import Heads, Mixer, TokenWork
 from megazero.config.model.parameters import Backbone, ParameterSpec, column, norm, row
@@ -16,6 +16,11 @@ from megazero.families.family import qkv
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxOptions(Backbone):
     """Its options."""
+
+    NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = dict.fromkeys(
+        ("num_query_groups", "kv_channels", "add_qkv_bias", "attention_output_gate"),
+        "not multi_latent_attention: --no-multi-latent-attention",
+    )
 
     num_query_groups: int = option(
         MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1, small=4
@@ -125,7 +130,7 @@ class Softmax(Mixer):
     @property
     def heads(self) -> Heads:
         c, width = self.c, self.c.kv_channels
-        return Heads(c.num_attention_heads, c.num_query_groups, width, width, width, c.attention_scale)
+        return Heads(c.num_attention_heads, c.num_query_groups, width, width, c.attention_scale)
 
     @property
     def work(self) -> TokenWork:
@@ -134,9 +139,8 @@ class Softmax(Mixer):
         # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with, of
         # which the gate is a part; its sigmoid, and what that multiplies.
         kept = 3 * q + 2 * kv + 2 * gate + (q + kv + gate if self.c.qk_norm != "none" else 0)
-        return TokenWork(
-            4 * (q + kv) + 5 * gate, kept, pair=2 * q, out=q, norm_sums=2 * (self.c.qk_norm == "all-heads")
-        )
+        sums, moved = 2 * (self.c.qk_norm == "all-heads"), 4 * (q + kv) + 5 * gate
+        return TokenWork(moved, kept, 2 * q, out=q, taken=self.c.hidden_size, core=q, norm_sums=sums)
 
     @property
     def words(self) -> str:
