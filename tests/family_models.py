@@ -121,6 +121,10 @@ GPT_OSS = {**LOCAL_EXPERTS, "head_dim": 16, "intermediate_size": 20, "sliding_wi
 GPT_OSS["rope_parameters"] = {**YARN_MSCALE, "mscale": None, "mscale_all_dim": None}
 OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
+NEXT = {**SHARED, "norm_topk_prob": True, "num_hidden_layers": 4}
+NEXT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8}
+NEXT |= {"linear_value_head_dim": 6}
+
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -163,6 +167,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {**SHARED, **WINDOW, "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}
         | {"max_window_layers": 3, "qkv_bias": False, "norm_topk_prob": True, "head_dim": 12},
+    ),
+    "qwen3_next": ("Qwen3Next", NEXT),
+    "qwen3_next-dense-layers": (
+        "Qwen3Next",
+        {**NEXT, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1, 3]}
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "attention_bias": True}
+        | {"norm_topk_prob": False, "tie_word_embeddings": True, "rope_parameters": PARTIAL_ROPE},
     ),
     "mixtral": ("Mixtral", {**LOCAL_EXPERTS, "head_dim": 16}),
     "mixtral-window-tied": ("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 5, "tie_word_embeddings": True}),
@@ -293,7 +304,11 @@ def make(variant: str, **changes: Any) -> Any:
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # which takes fp64, as transformers' grouped products do not
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
-    return getattr(transformers, head)(config)
+    model = getattr(transformers, head)(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # else a state forgets at once, and gradients of decays vanish
+            parameter.data -= 4
+    return model
 
 
 # By the class of a model: the name in files of the module of experts, and of its matrices where it is not Qwen's.

@@ -23,7 +23,7 @@ from megazero.families.gpt_oss import GPT_OSS
 from megazero.families.llama import GRANITE, GRANITEMOE, LLAMA, MISTRAL, MIXTRAL, SMOLLM3
 from megazero.families.olmo2 import OLMO2, OLMO3, OLMOE
 from megazero.families.phi3 import PHI3
-from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from megazero.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -57,6 +57,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             DEEPSEEK_V2,
             DEEPSEEK_V3,
             GPT_OSS,
+            QWEN3_NEXT,
         )
     }
 )

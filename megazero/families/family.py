@@ -14,7 +14,7 @@ from megazero.families.layer_kinds import layer_kinds
 FILLING_HEADS = (("query_projection_size", "hidden_size"),)
 PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), *FILLING_HEADS)
 # What most layers do not have.
-PLAIN_LAYER = {"qk_norm": "none", "transformer_block_type": "sequential"}
+PLAIN_LAYER = {"qk_norm": "none", "transformer_block_type": "sequential", "attention_output_gate": False}
 
 
 _OF_EXPERT = re.compile(r"(.*\.)(\d+)\.(\w+\.\w+)")  # before it, its number, its own name

@@ -1,9 +1,11 @@
-"""What a layer chooses by its number: the window of its attention, its rotary positions, and whether it has experts.
+"""What a layer chooses by its number: what mixes its tokens, the window of its attention, its rotary positions, and
+whether it has experts.
 
-Layers that choose the same are of one kind: they share masks and tables. Two options say which layers skip what most
-have: ``window_attn_skip_freq`` and ``no_rope_freq``, as Megatron's. One number N means every N-th layer, in brackets,
-too. Several numbers are one for each layer: 1 for a layer that has a window, or that has no rotary positions.
-``moe_layer_freq`` says which layers have experts, by 1. There one number N means the first of every N layers.
+Layers that choose the same are of one kind: they share masks and tables. Three options say which layers skip what
+most have: ``window_attn_skip_freq``, ``linear_attention_freq`` and ``no_rope_freq``, as Megatron's. One number N
+means every N-th layer, in brackets, too. Several numbers are one for each layer: 1 for a layer that has a window,
+that has linear attention, or that has no rotary positions. ``moe_layer_freq`` says which layers have experts, by 1.
+There one number N means the first of every N layers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Frequency = tuple[int, ...] | None
-SOFTMAX, LATENT = "softmax", "latent"  # mixers of tokens (config/model/mixers)
+# Mixers of tokens (config/model/mixers).
+SOFTMAX, LATENT, GATED_DELTA_NET = "softmax", "latent", "gated_delta_net"
 MOST_LAYERS = 10_000  # of a model: a number beyond is a mistake, whose layers would be counted out for hours
 
 
@@ -24,9 +27,10 @@ class Marked(NamedTuple):
     last: bool = True
 
 
-# Layers without a window, without rotary positions, with experts.
+# Layers without a window, without linear attention, without rotary positions, with experts.
 MARKS = {
     "window_attn_skip_freq": Marked(0),
+    "linear_attention_freq": Marked(0),
     "no_rope_freq": Marked(1),
     "moe_layer_freq": Marked(1, last=False),
 }
@@ -53,8 +57,11 @@ class LayerKind:
 
 def layer_kind(options: Any, index: int) -> LayerKind:
     """Return the kind of layer ``index`` (from 0). ``options`` has the options of a model as attributes."""
+    softmax, other = _softmax(options), options.experimental_attention_variant
+    mixer = softmax if other is None or _chosen(options, "linear_attention_freq", index) else other
     windowed = options.sliding_window is not None and not _chosen(options, "window_attn_skip_freq", index)
-    unturned = _chosen(options, "no_rope_freq", index)
+    windowed = windowed and mixer == softmax
+    unturned = _chosen(options, "no_rope_freq", index) or mixer != softmax
     local = options.rotary_window_base if windowed else None
     return LayerKind(
         options.sliding_window if windowed else None,
@@ -62,13 +69,20 @@ def layer_kind(options: Any, index: int) -> LayerKind:
         options.rotary_base if local is None else local,
         options.rotary_scaling if local is None else "none",
         options.num_experts is not None and _chosen(options, "moe_layer_freq", index),
-        mixers(options)[0],
+        mixer,
     )
 
 
 def mixers(options: Any) -> tuple[str, ...]:
     """Return the names of the mixers of tokens that layers have. It asks no list of layers, which may be illegal."""
-    return (LATENT if options.multi_latent_attention else SOFTMAX,)
+    softmax, other = _softmax(options), options.experimental_attention_variant
+    if other is None:
+        return (softmax,)
+    return (other,) if options.linear_attention_freq is None else (softmax, other)
+
+
+def _softmax(options: Any) -> str:
+    return LATENT if options.multi_latent_attention else SOFTMAX
 
 
 def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[LayerKind]:

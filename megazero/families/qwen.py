@@ -2,7 +2,8 @@
 
 Qwen2 has biases on the query, key and value linears alone. Qwen3 has a norm over each head of the
 queries and of the keys. Their mixtures of experts have experts in some layers or in all; Qwen2's have an MLP beside
-them that every token goes to, behind a gate.
+them that every token goes to, behind a gate. Qwen3-Next (2025) has softmax attention with a gate in every fourth
+layer, and gated delta net in the others.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from megazero.families.config_json.expert_fields import (
     renormalised,
     shared_expert,
 )
-from megazero.families.config_json.field_groups import biases, single
+from megazero.families.config_json.field_groups import biases, single, unread
 from megazero.families.config_json.layer_groups import (
+    LINEAR_LAYERS,
     SWITCHED_WINDOW,
     SWITCHED_WINDOWS,
     switched_windows,
 )
-from megazero.families.config_json.rotary_fields import ROTARY
+from megazero.families.config_json.rotary_fields import ROTARY, rotary
+from megazero.families.layer_kinds import GATED_DELTA_NET
 
 ABSENT = {"num_query_groups": 32, "max_position_embeddings": 32768}
 QWEN2 = llama.relative(
@@ -71,4 +74,31 @@ QWEN3_MOE = llama.relative(
     },
     aliases=OTHER_COUNT,
     groups=(biases(mlp=False), ROTARY, SWITCHED_WINDOW, SPARSE_LAYERS, renormalised(False)),
+)
+_LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+_LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128)
+QWEN3_NEXT = llama.relative(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    choices={
+        **{"qk_norm": "head", "apply_layernorm_1p": True, "rotary_percent": 0.25},
+        **{"attention_output_gate": True, "moe_shared_expert_gate": True},
+        **{"experimental_attention_variant": GATED_DELTA_NET, "linear_attention_freq": (4,)},
+    },
+    fields={**MIXTURE, **{name: name for name in _LINEAR}},
+    absent={
+        **{"num_query_groups": 2, "kv_channels": 256, "max_position_embeddings": 32768},
+        **{"num_experts": 512, "moe_router_topk": 10, "moe_ffn_hidden_size": 512},
+        **_LINEAR,
+    },
+    aliases=OTHER_COUNT,
+    groups=(
+        biases(mlp=False),
+        rotary(share="partial_rotary_factor", absent_share=0.25),
+        LINEAR_LAYERS,
+        unread(use_sliding_window=False),
+        SPARSE_LAYERS,
+        renormalised(True),
+        shared_expert(512),
+    ),
 )

@@ -402,8 +402,8 @@ def attention_note(
         )
     if wants - PLAIN:
         return f"attention with {' and '.join(sorted(wants))}: --attention-backend {backend}"
-    if backend == TORCH and device.type != "cpu":
-        kernel = mixers_of(model)[0].heads
+    kernel = mixers_of(model)[0].heads
+    if kernel is not None and backend == TORCH and device.type != "cpu":
         heads = tp.share(kernel.number, "num_attention_heads")
         if not fused(heads, heads, kernel.width, dtype, device, model.attention_dropout):
             return (

@@ -79,11 +79,12 @@ def tied_head(config: ModelConfig) -> tuple[str, str] | None:
 
 
 def layers_behind(config: ModelConfig, names: Iterable[str], count: int) -> list[str]:
-    """Return which tensors are of ``count`` layers behind the model's last one."""
+    """Return which tensors predict further tokens: those of ``count`` layers behind the model's last one, and
+    Qwen3-Next's, which have a name of their own."""
     behind = range(config.num_layers, config.num_layers + count)
     of_layer = re.compile(re.escape(config.tensor_names.layer_prefix) + r"(\d{1,9})\.")
     found = ((name, of_layer.match(name)) for name in names)
-    return sorted(name for name, layer in found if layer and int(layer[1]) in behind)
+    return sorted(n for n, layer in found if n.startswith("mtp.") or layer and int(layer[1]) in behind)
 
 
 def _experts_apart(config: ModelConfig) -> int:

@@ -8,14 +8,32 @@ number). A rank draws the blocks that its slice touches and no others, always in
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.placement import Placement, Places
-from megazero.config.model.spec import ParameterSpec
+from megazero.config.model.parameters import DECAY, TIME_STEP, ParameterSpec
 
 BLOCK_ROWS = 256
+
+
+def _decay(share: Tensor) -> Tensor:
+    """Return log A of A between 1 and 16, uniform (Gu and Dao 2023, arXiv 2312.00752; Megatron)."""
+    return (1 + 15 * share).log()
+
+
+def _time_step(share: Tensor) -> Tensor:
+    """Return what softplus takes to steps between 0.001 and 0.1, whose logarithms are uniform (as there)."""
+    step = (math.log(0.001) + math.log(100) * share).exp()
+    return step + (-torch.expm1(-step)).log()
+
+
+# By the law of a parameter: its values, of uniform ones between 0 and 1.
+LAWS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({DECAY: _decay, TIME_STEP: _time_step})
 
 
 def _block(seed: int, name: str, block: int, shape: tuple[int, int]) -> Tensor:
@@ -42,9 +60,11 @@ def _draw(seed: int, placement: Placement, out: Tensor) -> None:
 
 def init_tensor(seed: int, parameter: ParameterSpec, places: Places) -> Tensor:
     """Return the local fp32 tensor of a parameter. Rows that are not stored are zero."""
-    constant = 0.0 if parameter.std else parameter.mean
+    drawn, constant = parameter.std or parameter.law, 0.0 if parameter.std else parameter.mean
     out = torch.full(places.local_shape, constant, dtype=torch.float32, device="cpu")
-    for placement, local in places.held(out) if parameter.std else ():
+    for placement, local in places.held(out) if drawn else ():
         rows = placement.rows
         _draw(seed, rows, local.view(rows.local_shape))
+    if parameter.law:
+        return LAWS[parameter.law](torch.special.ndtr(out))
     return out.mul_(parameter.std) if parameter.std else out

@@ -94,7 +94,9 @@ class Positions:
         """Positions are 0 .. s-1 unless documents have others. Tables are computed in fp64. A scaling that depends on
         the length depends on s, not on documents. Layers with the same width, base and scaling share them.
         """
-        width = MIXERS[kind.mixer](self.config).heads.rotated
+        heads = MIXERS[kind.mixer](self.config).heads
+        assert heads is not None
+        width = heads.rotated
         # Of heads that are no wider than what positions turn.
         choices: dict[str, Any] = {"kv_channels": width}
         choices |= {"rotary_base": kind.rotary_base, "rotary_scaling": kind.rotary_scaling}
@@ -117,8 +119,21 @@ class Positions:
         )
 
     def _attention(self, kind: LayerKind, samples: _Samples) -> AttentionTables:
-        """Layers with the same mixer and window share theirs; with documents, those of one micro-batch."""
+        """Layers with the same mixer and window share theirs; with documents, those of one micro-batch.
+
+        A mixer without heads of attention is given where documents start, on the device.
+        """
         config, (length, like, documents, packed) = self.config, samples
+        heads = MIXERS[kind.mixer](config).heads
+        if heads is None:
+            starts = documents.starts
+            return _once(
+                packed,
+                "starts",
+                lambda: AttentionTables(
+                    Masking(1.0), "", None if starts is None else starts.to(like.device, non_blocking=True)
+                ),
+            )
         window = kind.window if kind.window is not None and kind.window < length else None
         chunks = self.cp.queries(length) if self.cp.groups > 1 else None
         wants = wants_of(config, documents.starts is not None, window is not None, chunks is not None)
@@ -129,7 +144,7 @@ class Positions:
         )
 
         def made() -> AttentionTables:
-            scale, cap = MIXERS[kind.mixer](config).heads.scale, config.attn_logit_softcapping
+            scale, cap = heads.scale, config.attn_logit_softcapping
             queries = None if chunks is None else tuple(chunks)
             sinks = config.softmax_type != "vanilla"
             masking = Masking(scale, cap, window, documents.starts, queries, sinks)

@@ -57,24 +57,25 @@ def layer_activations(
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens, (ranks, groups) = size * config.own_length, config.context_levels(world)
     share = tp if config.parallel.sequence_parallel else 1
-    stream, heads = model.hidden_size / share, layer.mixer.heads.number / tp
+    stream, heads = model.hidden_size / share, layer.mixer.heads.number / tp if layer.mixer.heads else 0.0
     # Keys and values of a token, with copies and without.
     own, once = (sum(layer.mixer.exchanged(tp, each).gathered) for each in (ranks, 1))
     # Those that are there again: copies, since ranks outnumber the key/value heads, and what is gathered.
     again = own - once + (groups - 1) * own
     # Keys and values that are made of latents: of all groups' tokens.
-    work = layer.mixer.work
+    work, wide = layer.mixer.work, max(width, 4)
     made = (groups - 1) * work.expanded / tp
     elements = layer.kept.stream / share + layer.kept.inner / tp + work.shared + again + made
+    inside = wide * work.wide / tp
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
-    wide, pairs = max(width, 4), heads * model.seq_length
+    pairs = heads * model.seq_length
     backend = _backend(config, width, on_host, groups > 1)
     scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0
     transient = 0.0
-    if backend == "math" or (on_host and backend == "flash"):
+    if heads and (backend == "math" or (on_host and backend == "flash")):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
     large, product = layer.in_fp8(config.precision.fp8_least), config.precision.product
-    whole = tokens * (width * elements + masks + 4 * heads) + scores
+    whole = tokens * (width * elements + inside + masks + 4 * heads) + scores
     whole -= tokens * _narrower(large, product, stream, tp, width)
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
@@ -89,7 +90,7 @@ def layer_activations(
         fed -= _narrower(layer.in_fp8(config.precision.fp8_least, "mlp."), product, stream, tp, width)
         return LayerActivations(whole - tokens * fed, tokens * fed + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * (work.core / tp + again + made) + 4 * heads) + scores
+        core = tokens * (width * (work.core / tp + again + made) + inside + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
 

@@ -173,9 +173,10 @@ class Compute:
         dense = needs_mask(model, backend, documents)
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
-        core = 2 * tokens * groups * layer.mixer.work.expansion / tp
+        work = layer.mixer.work
+        core = 2 * tokens * groups * work.expansion / tp
         matrices = 2 * tokens * layer.multiply_adds / tp + core * (groups - 1) / groups
-        attention = 2 * tokens * keys * layer.mixer.work.pair / tp
+        attention, keys = 2 * tokens * (keys * work.pair + work.token) / tp, keys if work.pair else 0.0
         moved, again = (
             each.stream / (tp if self.sharded else 1) + each.inner / tp
             for each in (layer.moved, layer.fed.moved)

@@ -171,6 +171,8 @@ def _stages(config: RunConfig) -> Any:
 def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> dict[str, Any]:
     m, tp, (cp, keys) = config.model, layout.tp, layout.contexts
     heads, groups = _heads(config, layout, contexts[0])
+    linear = min(m.linear_num_key_heads, multiple("linear_num_key_heads", tp))
+    shared = min(m.linear_num_value_heads // m.linear_num_key_heads, HEADS_OF_GROUP)
     width = _head_width(m)
     hidden = heads * width
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
@@ -179,6 +181,8 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
     return {
         "num_query_groups": groups,
         "num_attention_heads": heads,
+        "linear_num_key_heads": linear,
+        "linear_num_value_heads": linear * shared,
         "kv_channels": width,
         "hidden_size": hidden,
         "ffn_hidden_size": tp * -(-5 * hidden // (2 * tp)),

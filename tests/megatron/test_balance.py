@@ -63,7 +63,7 @@ def test_losses_are_megatrons(kind: str, router: Router) -> None:
     balance, nothing = Balance(losses, router, EXPERTS), torch.zeros(LENGTH * SAMPLES, router.topk)
 
     decision = Decision()
-    routed = route(x, weight, router, decision, bias)
+    routed = route(x, (weight, None), router, decision, bias)
     attached = balance.attach(routed, decision, SAMPLES, LENGTH, lambda counts: counts)
     assert torch.equal(attached, routed.probabilities)
     (got,) = torch.autograd.grad(attached, weight, nothing)
@@ -147,7 +147,7 @@ def test_sinkhorn_chooses_and_weighs_as_megatrons(training: bool) -> None:
     weight = torch.randn(EXPERTS, WIDTH, generator=draw).requires_grad_()
     router, decision = Router(1, "sigmoid"), Decision()
     even = partial(evened, samples=SAMPLES, size=SAMPLES, gathered=lambda logits: logits)
-    routed = route(x, weight, router, decision, even=even if training else None)
+    routed = route(x, (weight, None), router, decision, even=even if training else None)
     this = SimpleNamespace(topk=1, training=training, config=SimpleNamespace(moe_aux_loss_coeff=0))
     scores, chosen = TopKRouter.sinkhorn_load_balancing(this, x @ weight.t())
     assert torch.equal(torch.zeros_like(scores).scatter(1, routed.experts, 1.0).bool(), chosen)

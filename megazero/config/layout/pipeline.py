@@ -67,7 +67,7 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     spec, again, layer = model_spec(model), 4 / 3, 0.0
     for kind in spec.layers:
         work = kind.mixer.work
-        mixed = work.pair * model.seq_length / 2
+        mixed = work.pair * model.seq_length / 2 + work.token
         mixed += (again - 1) * (mixed + work.expansion) if recompute == "selective" else 0
         fed = kind.fed.multiply_adds / 3 if recompute == "mlp" else 0
         layer += (kind.multiply_adds + mixed + fed) * (len(kind.places) / model.num_layers)

@@ -194,9 +194,10 @@ def _value(options: ModelConfig, option: Option) -> Any:
     Biases of q, k and v may be said twice, the default of a scale or a width and the base of a window, too, and a
     choice of layers in two ways.
     """
+    heads = mixers_of(options)[0].heads
     meant: dict[str, Any] = {
         "add_qkv_bias": options.qkv_bias,
-        "softmax_scale": mixers_of(options)[0].heads.scale,
+        "softmax_scale": heads.scale if heads else None,
     }
     meant["moe_ffn_hidden_size"] = options.expert_width
     meant["latent_norm_epsilon"] = options.latent_norm_epsilon or options.norm_epsilon

@@ -79,7 +79,7 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, ch
     """
     if window is None:
         window = model.sliding_window is not None and model.sliding_window < model.seq_length
-    every = [mixer.heads for mixer in mixers_of(model)]
+    every = [mixer.heads for mixer in mixers_of(model) if mixer.heads]
     held = {
         DOCUMENTS: documents,
         WINDOWS: window,

@@ -10,6 +10,9 @@ from megazero.config.options.fields import UPDATE, option
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import MOST_LAYERS
 
+# Laws of initial values beside the normal one (models/initialization.py).
+DECAY, TIME_STEP = "decay", "time step"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
@@ -66,7 +69,7 @@ class ParameterSpec:
 
     name: within the module. cut: the dim that tensor-parallel ranks share, None if each holds the whole parameter.
     heads: the number of attention heads along that dim. If ranks outnumber heads, neighbours hold the same head.
-    mean, std: the initial values are normal, or constant if std is 0.
+    mean, std: the initial values are normal, or constant if std is 0; with a ``law``, of that.
     multiplies: the parameter is a matrix that multiplies every token's activations.
     experts, of_token: the first dim counts experts, so many of which multiply a token's activations; 0 and 1: none.
     sharing: how many ranks share the experts, of which these are one's.
@@ -88,6 +91,7 @@ class ParameterSpec:
     experts: int = 0
     of_token: int = 1
     sharing: int = 1
+    law: str | None = None
 
     @property
     def numel(self) -> int:

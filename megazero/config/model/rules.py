@@ -19,6 +19,8 @@ def rotary(model: ModelConfig) -> Iterator[str]:
     if model.position_embedding_type != "rope":
         return
     mixer = mixers_of(model)[0]
+    if mixer.heads is None:
+        return
     flag, width = mixer.rotated_by, mixer.heads.rotated
     turned = int(width * model.rotary_percent)
     if width % 2:
@@ -209,7 +211,14 @@ def _shared(model: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
 def context_parallel(
     model: ModelConfig, tp: int, ranks: int, flag: str = "--context-parallel-size"
 ) -> Iterator[str]:
-    """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly."""
+    """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly, and mixers without
+    heads, whose state no rank hands on."""
+    if any(mixer.heads is None for mixer in mixers_of(model)):
+        yield (
+            f"{flag} {ranks} does not go with --experimental-attention-variant "
+            f"{model.experimental_attention_variant}, whose state goes through whole samples; nearest: 1"
+        )
+        return
     legal, (shared, copied) = head_shares(model, tp), _shared(model)
     if ranks in legal or min(shared.values()) < tp:  # that is reported elsewhere
         return

@@ -191,8 +191,8 @@ class ModelSpec:
 
     @cached_property
     def multiply_adds(self) -> int:
-        """The multiply-adds of one token in all layers' matrices."""
-        return sum(len(kind.places) * kind.multiply_adds for kind in self.layers)
+        """The multiply-adds of one token in all layers, those of pairs of tokens aside."""
+        return sum(len(kind.places) * (kind.multiply_adds + kind.mixer.work.token) for kind in self.layers)
 
     def of_stage(self, stage: StageSpec) -> Iterator[tuple[str, ModuleSpec]]:
         """Yield the modules of a pipeline stage with their names, in the order of use."""
@@ -390,7 +390,7 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
         6 T [sum over layers of n + h V] + 3 sum over layers of m sum(length^2 - (length - window)^2)
 
     The last term is 0 in a layer without a window, or with a longer one. Here n are the multiply-adds of one token in
-    a layer's matrices, m those of two tokens in its mixer and V the padded vocabulary.
+    a layer's matrices and in a state of its mixer, m those of two tokens in its mixer and V the padded vocabulary.
     A multiply-add counts as 2 operations, and the backward as twice the forward.
     Attention counts the causal half of its score matrix. Recompute, norms, softmax and the optimizer are left out.
     This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.

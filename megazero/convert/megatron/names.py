@@ -38,6 +38,8 @@ NAMES = TensorNames(
         "position_embedding_type": ("rope", "learned_absolute"),
         "qk_norm": ("none", "head"),
         "transformer_block_type": "sequential",
+        "attention_output_gate": False,
+        "experimental_attention_variant": None,
     },
 )
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.config_json.known_fields import CURES, INERT, ONLY, refusal
+from megazero.families.config_json.known_fields import CURES, INERT, MORE_TOKENS, ONLY, refusal
 from megazero.families.layer_kinds import MOST_LAYERS
 
 Config = Mapping[str, Any]
@@ -150,7 +150,7 @@ class HuggingFace:
     def _misplaced(self, config: Config, accept: Collection[str]) -> Iterator[str]:
         """Report what cannot be accepted: a field that is not there, or one that the options are read from."""
         for name in accept:
-            if name not in config:
+            if name not in config and name != MORE_TOKENS:  # tensors may tell of such layers alone
                 yield f"there is no field {name} to accept"
             elif name in self.read_fields:
                 yield f"{name} is read, so it cannot be set aside"

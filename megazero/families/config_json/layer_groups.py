@@ -8,9 +8,9 @@ from typing import Any
 from megazero.families.config_json.field_groups import single
 from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.config_json.rotary_fields import ROTARY, agreed
-from megazero.families.layer_kinds import frequency_of, layer_kinds
+from megazero.families.layer_kinds import GATED_DELTA_NET, frequency_of, layer_kinds
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ROPE = "rope_parameters"
 
 
@@ -154,6 +154,26 @@ UNTURNED_LAYERS = FieldGroup(
         "layer_types": _types(options),
     },
 )
+
+
+def _read_linear(config: Config) -> dict[str, Any]:
+    layers, every = config.get("num_hidden_layers") or 0, config.get("full_attention_interval") or 4
+    types = config.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    if others := sorted(set(types) - {FULL, LINEAR}):
+        raise ValueError(f"layer_types with {', '.join(others)} is not supported (only {FULL}, {LINEAR})")
+    if len(types) != layers:
+        raise ValueError(f"layer_types has {len(types)} layers, and num_hidden_layers = {layers}")
+    softmax = frequency_of([kind == FULL for kind in types], "linear_attention_freq")
+    return {"experimental_attention_variant": GATED_DELTA_NET, "linear_attention_freq": softmax}
+
+
+def _write_linear(options: Any) -> dict[str, Any]:
+    kinds = layer_kinds(options)
+    return {"layer_types": [LINEAR if kind.mixer == GATED_DELTA_NET else FULL for kind in kinds]}
+
+
+# Of Qwen3-Next: most layers have linear attention.
+LINEAR_LAYERS = FieldGroup(("layer_types", "full_attention_interval"), _read_linear, _write_linear)
 
 
 def _of_full_layers(config: Config, others: FieldGroup) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 EXPERTS, LATENT, STATE_SPACE = "a mixture of experts", "latent attention", "state space layers"
+LINEAR = "linear attention"
 RECURRENT, BOTH_WAYS, OWN_CODE = (
     "recurrent layers",
     "attention that looks ahead",
@@ -28,7 +29,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     LATENT: ("kv_lora_rank", "q_lora_rank"),
     "chunked attention": ("attention_chunk_size",),
     "sparse attention": ("index_topk*", "index_n_heads"),
-    "linear attention": ("linear_num_*_heads", "linear_num_heads", "linear_attn_config"),
+    LINEAR: ("linear_num_*_heads", "linear_num_heads", "linear_attn_config"),
     STATE_SPACE: ("mamba_*", "ssm_*", "state_size"),
     "convolutions": ("conv_L_cache",),
     RECURRENT: ("lru_width",),

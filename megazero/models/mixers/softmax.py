@@ -31,30 +31,31 @@ class SoftmaxAttention(nn.Module):
         super().__init__()
         self.config, self.tp, self.cp, self.recompute = config, tp, cp, recompute
         h, bias = config.hidden_size, config.qkv_bias
-        self.q_proj = ColumnParallelLinear(h, config.query_projection_size, tp, bias=bias, **factory)
+        queries = config.query_projection_size
+        gates = 1 + config.attention_output_gate
+        self.q_proj = ColumnParallelLinear(h, gates * queries, tp, bias=bias, **factory)
         keys = max(config.num_query_groups, tp.size) * config.kv_channels  # of all ranks, copies counted
         self.k_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
         self.v_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
-        self.o_proj = RowParallelLinear(
-            config.query_projection_size, h, tp, bias=config.add_attention_bias, **factory
-        )
+        self.o_proj = RowParallelLinear(queries, h, tp, bias=config.add_attention_bias, **factory)
         heads = tp.share(config.num_attention_heads, "num_attention_heads")
         learnt = config.softmax_type == "learnable"
         self.sinks = nn.Parameter(torch.empty(heads, **factory)) if learnt else None
         self.norms_all_heads = config.qk_norm == "all-heads"
         self.q_norm, self.k_norm = (
-            make_norm(
-                config, config.kv_channels if config.qk_norm == "head" else m.weight.shape[0], **factory
-            )
+            make_norm(config, config.kv_channels if config.qk_norm == "head" else rows, **factory)
             if config.qk_norm != "none"
             else None
-            for m in (self.q_proj, self.k_proj)
+            for rows in (tp.share(queries, "queries"), self.k_proj.weight.shape[0])
         )
 
     def forward(self, x: Tensor, tables: LayerTables, key: Key | None) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = column_parallel(x, linears, self.tp)
+        gate = None
+        if self.config.attention_output_gate:  # rows of a head: its query, its gate
+            q, gate = (y.flatten(2) for y in q.unflatten(-1, (-1, 2, self.config.kv_channels)).unbind(-2))
         if self.norms_all_heads:
             assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
             q, k = split_rms_norm((q, k), (self.q_norm, self.k_norm), self.tp)
@@ -62,8 +63,10 @@ class SoftmaxAttention(nn.Module):
         if not self.norms_all_heads:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         if self.recompute == "selective" and torch.is_grad_enabled():
-            return self.o_proj(recomputed(self._core, q, k, v, tables, key))
-        return self.o_proj(self._core(q, k, v, tables, key))
+            out = recomputed(self._core, q, k, v, tables, key)
+        else:
+            out = self._core(q, k, v, tables, key)
+        return self.o_proj(out if gate is None else out * gate.sigmoid())
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, tables: LayerTables, key: Key | None) -> Tensor:
         """``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d]. Returns [s, b, heads * d]."""

@@ -336,7 +336,7 @@ def test_what_is_not_understood_is_an_error(typed, named):
         ("Phimoe", ["a mixture of experts (num_local_experts = 16)"]),
         ("MiniCPM3", ["latent attention (kv_lora_rank = 256)"]),
         ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
-        ("Qwen3Next", ["linear attention", "a mixture of experts"]),
+        ("Qwen3_5MoeText", ["linear attention", "a mixture of experts"]),
         ("Mamba", ["state space layers"]),
         ("RecurrentGemma", ["recurrent layers"]),
         ("Bert", ["attention that looks ahead"]),

@@ -185,6 +185,13 @@ CP PP --use-tp-pp-dp-mapping -> --context-parallel-size 2; --use-tp-pp-dp-mappin
 CP --seq-length 31 -> --context-parallel-size 2; --seq-length 31; 30 or 32
 CP --seq-length 30 --tensor-model-parallel-size 2 --sequence-parallel
     -> --context-parallel-size 2; --seq-length 30; --tensor-model-parallel-size 2; 28 or 32
+CP --model-family qwen3_next --kv-channels 8
+    -> --context-parallel-size 2; --experimental-attention-variant gated_delta_net; 1
+--model-family qwen3_next --kv-channels 8 --linear-num-value-heads 24
+    -> --linear-num-value-heads 24; --linear-num-key-heads 16; 16 or 32
+--model-family qwen3_next --kv-channels 8 --tensor-model-parallel-size 4 --linear-num-key-heads 2
+    -> --linear-num-key-heads 2; --tensor-model-parallel-size 4; 2
+--model-family qwen3_next --kv-channels 8 --linear-attention-freq 0,1 -> --linear-attention-freq 0,1; --num-layers
 CP --num-attention-heads 9 --kv-channels 4 --cp-comm-type a2a
     -> --context-parallel-size 2; --cp-comm-type; 1 or 3, or any with --cp-comm-type all_gather
 --context-parallel-size 4 --num-attention-heads 12 --num-query-groups 6 --kv-channels 4 --cp-comm-type a2a

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megazero.convert import check
 from megazero.convert.export import finish, write_folder
@@ -109,6 +110,15 @@ def test_layers_that_predict_further_tokens_are_left_out_only_where_they_are_set
     (folder / "config.json").write_text(json.dumps({**shown, "num_hidden_layers": 1}))
     with refused("model.layers.2"):
         _ = Published.open(folder, ("num_nextn_predict_layers",)).names
+
+
+def test_tensors_of_further_tokens_with_names_of_their_own_are_left_out_as_well(tmp_path: Path) -> None:
+    folder = save("qwen3_next", tmp_path / "hf")
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(48, 96)}, file)
+    with refused("mtp.fc.weight", "--accept-field", "num_nextn_predict_layers"):
+        _ = Published.open(folder).names
+    assert "mtp.fc.weight" not in Published.open(folder, ("num_nextn_predict_layers",)).names.values()
 
 
 @pytest.mark.parametrize(

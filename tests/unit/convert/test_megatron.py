@@ -417,7 +417,6 @@ def test_without_arguments_flags_say_the_model(tmp_path):
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"scale_depth": 1.4}, "--scale-depth 1.4 of the checkpoint's arguments: "),
-        ({"position_embedding_type": "none"}, "position-embedding-type none"),
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi .* since 2023; use rope or"),
         ({"embed_layernorm": True}, "--embed-layernorm"),
         ({"forks_own_scale": 0.5}, "forks_own_scale 0.5 .* not known here; --accept-field forks_own_scale"),

@@ -65,7 +65,7 @@ def test_a_loss_is_the_mean_over_blocks_and_its_gradient_is_added(
     x, weight = drawn(LENGTH * SAMPLES, H), drawn(E, H, seed=1).requires_grad_()
     losses = BalanceLosses(**{kind: COEFFICIENT}, z=Z, samples=size, scale=lambda: SCALE)
     balance, decision, given = Balance(losses, router, E), Decision(), drawn(LENGTH * SAMPLES, 2, seed=2)
-    routed = route(x, weight, router, decision)
+    routed = route(x, (weight, None), router, decision)
     out = balance.attach(routed, decision, SAMPLES, LENGTH, lambda counts: counts)
     assert torch.equal(out, routed.probabilities)
     (got,) = torch.autograd.grad(out, weight, given, retain_graph=True)
@@ -84,7 +84,7 @@ def test_several_losses_add_up_and_their_mean_is_told() -> None:
 
     def attached(**of: float) -> tuple[Tensor, float]:
         balance, decision = Balance(BalanceLosses(**of, samples=3), router, E), Decision()
-        out = balance.attach(route(x, weight, router, decision), decision, SAMPLES, LENGTH, lambda own: own)
+        out = balance.attach(route(x, (weight, None), router, decision), decision, SAMPLES, LENGTH, lambda own: own)
         return torch.autograd.grad(out, weight, torch.zeros_like(out))[0], balance.values[0].item()
 
     apart = {kind: attached(**{kind: each}) for kind, each in weights.items()}

@@ -119,6 +119,17 @@ def test_what_a_layer_keeps_in_fp8(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("softmax", [None, (1,)], ids=["delta-net", "gated-attention"])
+def test_what_a_layer_of_qwen3_next_keeps(softmax: tuple[int, ...] | None, dtype: str) -> None:
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16}
+    values = {"model_family": "qwen3_next", "params_dtype": dtype, "recompute_granularity": "none", **heads}
+    values |= {"linear_value_head_dim": 32, "linear_attention_freq": softmax}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    kept = kind_activations(config, torch.finfo(DTYPES[dtype]).bits // 8, on_host=True).kept
+    assert 0.95 < kept / kept_bytes(values) < 1.1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "model",
     [*({"model_family": name} for name in FAMILIES), {"model_family": "gpt_neox"}, EXPERTS, EXPERTS | SHARED],

@@ -7,23 +7,28 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.model.mixers.gated_delta_net import GatedDelta, GatedDeltaNetOptions
 from megazero.config.model.mixers.latent import Latent, LatentOptions
 from megazero.config.model.mixers.mixer import Mixer
 from megazero.config.model.mixers.softmax import Softmax
 from megazero.families import layer_kinds
 
 MIXERS: Mapping[str, type[Mixer]] = MappingProxyType(
-    {layer_kinds.SOFTMAX: Softmax, layer_kinds.LATENT: Latent}
+    {
+        layer_kinds.SOFTMAX: Softmax,
+        layer_kinds.LATENT: Latent,
+        layer_kinds.GATED_DELTA_NET: GatedDelta,
+    }
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixerOptions(LatentOptions):
+class MixerOptions(GatedDeltaNetOptions, LatentOptions):
     """The options of all mixers."""
 
 
 def mixers_of(c: Any) -> list[Mixer]:
-    """Return the mixers that layers of the model ``c`` have."""
+    """Return the mixers that layers of the model ``c`` have: one with heads of attention first, if there is one."""
     return [MIXERS[name](c) for name in layer_kinds.mixers(c)]
 
 

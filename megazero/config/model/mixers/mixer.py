@@ -37,6 +37,8 @@ class TokenWork(NamedTuple):
     shared: elements that every tensor-parallel rank has of whole sequences, and makes its heads' keys and values of:
     ``expanded`` elements, by ``expansion`` multiply-adds, in its core. latents: elements that are kept of what
     sequence parallelism alone cuts.
+    token: the multiply-adds with a state, in place of other tokens. wide: numbers in at least fp32 that the core
+    keeps beside ``kept`` and ``core``.
     """
 
     moved: int
@@ -50,6 +52,8 @@ class TokenWork(NamedTuple):
     expanded: int = 0
     expansion: int = 0
     latents: int = 0
+    token: int = 0
+    wide: int = 0
 
 
 class Exchanged(NamedTuple):
@@ -96,7 +100,8 @@ class Mixer(ABC):
 
     @property
     @abstractmethod
-    def heads(self) -> Heads: ...
+    def heads(self) -> Heads | None:
+        """Return the heads of attention, or None if tokens meet in a state, not in pairs."""
 
     @property
     @abstractmethod
@@ -115,5 +120,7 @@ class Mixer(ABC):
     def exchanged(self, tp: int, ranks: int) -> Exchanged:
         """Return what a rank exchanges if ``tp`` share the heads, and then ``ranks`` swap them for sequence."""
         heads = self.heads
+        if heads is None:
+            return Exchanged(0, 0, ())
         gathered = tuple(max(heads.groups // tp, ranks) * width for width in (heads.width, heads.width))
         return Exchanged(heads.number * heads.width // tp + sum(gathered), self.work.out // tp, gathered)

@@ -18,7 +18,7 @@ class SoftmaxOptions(Backbone):
     """Its options."""
 
     NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = dict.fromkeys(
-        ("num_query_groups", "kv_channels", "add_qkv_bias"),
+        ("num_query_groups", "kv_channels", "add_qkv_bias", "attention_output_gate"),
         "not multi_latent_attention: --no-multi-latent-attention",
     )
 
@@ -38,6 +38,10 @@ class SoftmaxOptions(Backbone):
     add_qkv_bias: bool = option(
         False, "biases in the query, key and value linears, whatever the other linears have (by family)"
     )
+    attention_output_gate: bool = option(
+        False,
+        "attention's output is multiplied by the sigmoid of a gate, which the query linear makes (by family)",
+    )
     softmax_scale: float | None = option(
         None, "factor of attention's scores before softmax (default: 1 / sqrt(width of a head))", above=0
     )
@@ -56,7 +60,7 @@ class SoftmaxOptions(Backbone):
 
     @property
     def query_projection_size(self) -> int:
-        """Return the output width of the query linear, which is the input width of the attention's output linear."""
+        """Return the width of all queries, which is the input width of the attention's output linear."""
         return self.num_attention_heads * self.kv_channels
 
     @property
@@ -121,7 +125,7 @@ class Softmax(Mixer):
         sinks = ParameterSpec("attention.sinks", (heads,), 0, heads, std=c.init_method_std)
         parameters = [
             *((sinks,) if c.softmax_type == "learnable" else ()),
-            *column(c, "attention.q_proj", q, bias, heads),
+            *column(c, "attention.q_proj", q * (1 + c.attention_output_gate), bias, heads),
             *column(c, "attention.k_proj", kv, bias, groups),
             *column(c, "attention.v_proj", kv, bias, groups),
             *row(c, "attention.o_proj", q, c.add_attention_bias),
@@ -141,10 +145,12 @@ class Softmax(Mixer):
     @property
     def work(self) -> TokenWork:
         q, kv = self.c.query_projection_size, self.c.num_query_groups * self.c.kv_channels
-        # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
-        kept = 3 * q + 2 * kv + (q + kv if self.c.qk_norm != "none" else 0)
-        sums = 2 * (self.c.qk_norm == "all-heads")
-        return TokenWork(4 * (q + kv), kept, 2 * q, out=q, taken=self.c.hidden_size, core=q, norm_sums=sums)
+        gate = q if self.c.attention_output_gate else 0
+        # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with, of
+        # which the gate is a part; its sigmoid, and what that multiplies.
+        kept = 3 * q + 2 * kv + 2 * gate + (q + kv + gate if self.c.qk_norm != "none" else 0)
+        sums, moved = 2 * (self.c.qk_norm == "all-heads"), 4 * (q + kv) + 5 * gate
+        return TokenWork(moved, kept, 2 * q, out=q, taken=self.c.hidden_size, core=q, norm_sums=sums)
 
     @property
     def words(self) -> str:

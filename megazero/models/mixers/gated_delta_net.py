@@ -1,0 +1,164 @@
+"""Gated delta net of a layer (config/model/mixers/gated_delta_net.py).
+
+Each head of values has a state S [dk, dv], which a token decays, corrects at its key, and reads by its query:
+
+    S_t = a_t S_(t-1) + k_t u_t^T    u_t = b_t (v_t - a_t S_(t-1)^T k_t)    o_t = S_t^T q_t
+
+Within a chunk that begins with S_0 let d_ij = a_(j+1) .. a_i for j <= i, d_i = a_1 .. a_i, and rows of Q, K, V be
+tokens. The u_t are the rows of U, which solves a triangular system; all else are products of matrices:
+
+    (I + L) U = diag(b) V - diag(b d) K S_0    L_ij = b_i d_ij k_i^T k_j for j < i
+    O = diag(d) Q S_0 + (d_ij q_i^T k_j)_ij U    S_C = d_C S_0 + K^T diag(d_Cj) U
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.config.model.mixers.gated_delta_net import CHUNK
+from megazero.config.model.section import ModelConfig
+from megazero.cp import ContextParallel
+from megazero.models.dropout import Key
+from megazero.models.layer import recomputed
+from megazero.models.norm import RMSNorm
+from megazero.models.positions import LayerTables
+from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
+
+LENGTH_EPSILON = 1e-6  # beside the squared length of a query or key, as published models have it
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention, whose key heads with their values are split over the tp axis. Ranks that share samples would
+    have to hand its state on, which is not built."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, cp: ContextParallel, recompute: str, **factory: Any
+    ) -> None:
+        super().__init__()
+        assert cp.size == 1
+        self.config, self.tp, self.recompute = config, tp, recompute
+        h, key, value = config.hidden_size, config.linear_key_size, config.linear_value_size
+        heads, kernel = config.linear_num_value_heads, config.linear_conv_kernel_dim
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.empty(tp.share(heads, "linear_num_value_heads"), **factory)) for _ in range(2)
+        )
+        self.in_proj_qkvz = ColumnParallelLinear(h, 2 * (key + value), tp, bias=False, **factory)
+        self.in_proj_ba = ColumnParallelLinear(h, 2 * heads, tp, bias=False, **factory)
+        self.q_conv, self.k_conv, self.v_conv = (
+            CausalConvolution(tp.share(size, "channels"), kernel, **factory) for size in (key, key, value)
+        )
+        self.norm = RMSNorm(config.linear_value_head_dim, config.norm_epsilon, **factory)
+        self.out_proj = RowParallelLinear(value, h, tp, bias=False, **factory)
+
+    def forward(self, x: Tensor, tables: LayerTables, key: Key | None) -> Tensor:
+        """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
+        c, starts = self.config, tables.attention.made
+        width, values = c.linear_key_head_dim, c.linear_value_head_dim
+        linears = [(self.in_proj_qkvz.weight, None), (self.in_proj_ba.weight, None)]
+        qkvz, ba = column_parallel(x, linears, self.tp)
+        shared = c.linear_num_value_heads // c.linear_num_key_heads  # values of a key
+        qkvz, ba = (y.unflatten(-1, (self.k_conv.channels // width, -1)) for y in (qkvz, ba))
+        q, k, v, z = qkvz.split((width, width, shared * values, shared * values), -1)
+        b, a = (y.flatten(2).to(wide(y)) for y in ba.split(shared, -1))
+        q, k, v = (
+            F.silu(convolve(y.flatten(2), starts)).unflatten(-1, (-1, each))
+            for y, convolve, each in (
+                (q, self.q_conv, width),
+                (k, self.k_conv, width),
+                (v, self.v_conv, values),
+            )
+        )
+        decay = -self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype))
+        mixed = (q, k, v, decay, b.sigmoid(), starts)
+        again = self.recompute == "selective" and torch.is_grad_enabled()
+        out = recomputed(gated_delta_rule, *mixed) if again else gated_delta_rule(*mixed)
+        z = z.flatten(2).unflatten(-1, (-1, values))
+        return self.out_proj((self.norm(out) * F.silu(z)).flatten(2))
+
+
+class CausalConvolution(nn.Module):
+    """Computes y_t = sum over j of w_j x_(t-j), of each channel by itself.
+
+    ``weight`` is [channels, 1, kernel]; its last element is that of the token itself, as torch's Conv1d has it.
+    """
+
+    def __init__(self, channels: int, kernel: int, **factory: Any) -> None:
+        super().__init__()
+        self.channels = channels
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel, **factory))
+
+    def forward(self, x: Tensor, starts: Tensor | None) -> Tensor:
+        """``x`` is [s, b, channels], as the result. starts: int64 [b, s], where each token's document begins."""
+        length, taps = x.shape[0], self.weight[:, 0].unbind(-1)
+        padded = F.pad(x, (0, 0, 0, 0, len(taps) - 1, 0))  # views of it are kept, not copies
+        out = x * taps[-1]
+        for back in range(1, len(taps)):
+            moved = padded[len(taps) - 1 - back :][:length]
+            if starts is not None:
+                at = torch.arange(length, device=x.device)
+                moved = moved * (at - back >= starts).t().unsqueeze(-1)
+            out = torch.addcmul(out, moved, taps[-1 - back])
+        return out
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None = None
+) -> Tensor:
+    """Return [s, b, heads, dv] in the dtype of v, of q and k [s, b, key heads, dk], which are made as long as 1 and,
+    of q, divided by sqrt(dk), and of v [s, b, heads, dv]. In between all is at least fp32. Consecutive heads share a
+    key.
+
+    decay: log a, [s, b, heads], at least fp32. beta: b, as that. starts: int64 [b, s], where each token's document
+    begins, if the state ends with a document.
+    """
+    length, repeat, dtype = q.shape[0], v.shape[2] // q.shape[2], v.dtype
+    size = min(CHUNK, length)
+
+    def chunked(x: Tensor) -> Tensor:
+        """Cut [s, b, heads, ...] into [chunks, b, heads, tokens, ...]. What is added at the end changes no state."""
+        more = F.pad(x, (0, 0) * (x.ndim - 1) + (0, -length % size))
+        return more.unflatten(0, (-1, size)).movedim(1, 3)
+
+    q, k = (chunked(unit(x).repeat_interleave(repeat, 2)) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    v, decay, beta = (chunked(x.to(wide(x))) for x in (v, decay, beta))
+    total = decay.cumsum(-1)
+    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    begin, end, through = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:].exp()
+    if starts is not None:
+        documents = chunked(starts.t().unsqueeze(-1))
+        last = documents[..., -1:]
+        before = torch.cat((last[:1], last[:-1]))
+        seen = seen & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
+        begin, end, through = (
+            begin * (documents == before),
+            end * (documents == last),
+            through * (last == before),
+        )
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
+    weighted, begin = k * beta.unsqueeze(-1), begin.unsqueeze(-1)
+    right = torch.cat((v * beta.unsqueeze(-1), weighted * begin), -1)
+    system = (weighted @ k.mT) * between  # the diagonal is not read
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u, of_state = solved.split((v.shape[-1], k.shape[-1]), -1)
+    parts = (q * begin, (q @ k.mT) * between, u, of_state, (k * end.unsqueeze(-1)).mT, through.unsqueeze(-1))
+    state, out = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]), []
+    for reads, scores, own, of_before, keys, kept in zip(*(part.unbind() for part in parts), strict=True):
+        own = own - of_before @ state
+        out.append(reads @ state + scores @ own)
+        state = state * kept + keys @ own
+    return torch.stack(out).movedim(3, 1).flatten(0, 1)[:length].to(dtype)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return vectors along the last dim with the length 1, in at least fp32."""
+    x = x.to(wide(x))
+    return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPSILON).rsqrt()
+
+
+def wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
