@@ -123,7 +123,7 @@ def test_a_loss_over_the_step_is_megatrons_on_many_ranks(monkeypatch: pytest.Mon
     def ours(rows: torch.Tensor, losses: BalanceLosses, balance: Balance) -> torch.Tensor:
         """The added gradient of a forward of samples [n, length, width]."""
         decision, tokens = Decision(), rows.transpose(0, 1).flatten(0, 1)
-        routed = route(tokens, weight, router, decision)
+        routed = route(tokens, (weight, None), router, decision)
         attached = balance.attach(routed, decision, len(rows), LENGTH, lambda counts: counts)
         return torch.autograd.grad(attached, weight, torch.zeros_like(attached))[0]
 

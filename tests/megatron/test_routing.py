@@ -37,7 +37,7 @@ def test_a_router_is_megatrons(
     x, weight = torch.randn(64, 8, generator=draw), torch.randn(EXPERTS, 8, generator=draw)
     bias = torch.randn(EXPERTS, generator=draw) if biased else None
     router = Router(topk, score, pre, factor, count, kept)
-    ours = route(x, weight, router, Decision(), bias)
+    ours = route(x, (weight, None), router, Decision(), bias)
     theirs, chosen = topk_routing_with_score_function(
         x @ weight.t(), topk, pre, count, kept, factor, score, bias
     )

@@ -13,7 +13,7 @@ from megazero.kernels.arena import Arena, part_of, view_of
 def test_a_view_is_made_once_and_goes_with_its_buffer() -> None:
     arena = Arena()
     with arena.frame(torch.device("cpu")) as frame:
-        buffer = frame.take(64, torch.float32)
+        buffer = frame.take(64, torch.float32).zero_()
     table = view_of(buffer, Tensor.view, 4, -1)
     with arena.frame(torch.device("cpu")) as frame:
         again = frame.take(64, torch.float32)

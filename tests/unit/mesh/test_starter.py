@@ -147,7 +147,7 @@ def test_ranks_are_started_by_one(words: list[str], environ: dict[str, str], sai
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own ties")
 def test_ranks_end_with_a_starter_that_is_killed() -> None:
     process = start(
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'%d\\n' % os.getpid()); time.sleep(99)"
     )
     assert process.stdout is not None
     ranks = [int(process.stdout.readline()) for _ in range(2)]
