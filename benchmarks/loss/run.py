@@ -26,6 +26,9 @@ from megazero.mesh.levels import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.moe import BalanceLosses, ExpertParallel
+from megazero.products import make_product
+from megazero.products.product import PLAIN, Product
+from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES, units_of
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.zero.build import Init
@@ -84,10 +87,11 @@ class Settings:
         """The tokens of a step, over all ranks."""
         return RANKS * self.micro_batch * self.sequence
 
-    def decoder(self, ep: ExpertParallel | None = None) -> Decoder:
+    def decoder(self, ep: ExpertParallel | None = None, product: Product = PLAIN) -> Decoder:
         # Losses are sums, and the divisor of a step is its tokens: a rank's mean has its share of them.
         balance = BalanceLosses(over_samples=BALANCE, scale=lambda: self.tokens / RANKS)
-        return Decoder(llama(self), ep=ep, balance=balance, device="meta", dtype=DTYPES[self.dtype])
+        tp = TensorParallel(product=product)
+        return Decoder(llama(self), tp, ep=ep, balance=balance, device="meta", dtype=DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,9 @@ def shard(mesh_of: MeshOf, settings: Settings, run: Run) -> tuple[Decoder, zero.
     together = RANKS if variant.dispatch else 1  # ranks that share the experts
     mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, outer=replicas, ep=together)
     traffic = Traffic()
-    model = settings.decoder(ExpertParallel.of(mesh, traffic, codec=variant.dispatch))
+    name, options = variant.product
+    experts = ExpertParallel.of(mesh, traffic, codec=variant.dispatch)
+    model = settings.decoder(experts, make_product(name, **options))
     codecs = variant.codecs
     every = codecs.codings
     policy = zero.Policy(

@@ -9,7 +9,9 @@ from typing import Any
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.wire import Coding
+from megazero.config.options.sections import FP8_GRADIENTS
 from megazero.mesh.levels import INTER, INTRA
+from megazero.products import RECIPES
 from megazero.zero import Codecs
 
 BASELINE = "zero3"
@@ -22,7 +24,8 @@ class Variant:
     label: what crosses nodes, as tables say it. shards: P, G, OS as letters: d for all data-parallel ranks (of an
     outer replica), h for those of a node. adamw: options of AdamW that differ from the studies'. muon: matrices are
     updated by Muon. outer: each node is an outer replica. dispatch: all ranks share the experts; rows go to those at
-    other nodes, and gradients of their outputs, in this format.
+    other nodes, and gradients of their outputs, in this format. product: how linears of layers multiply, a row of
+    PRODUCTS, with its options.
     """
 
     label: str
@@ -32,6 +35,7 @@ class Variant:
     muon: bool = False
     outer: zero.Outer | None = None
     dispatch: Blockwise | None = None
+    product: tuple[str, Mapping[str, Any]] = ("bf16", {})
 
     def factors(self, ranks: int, node: int) -> tuple[int, int, int]:
         p, g, os = ({"d": ranks, "h": node}[letter] for letter in self.shards)
@@ -109,6 +113,16 @@ VARIANTS: dict[str, Variant] = {
         for form in FORMS
     },
 }
+# Products in fp8, under exact messages, and under zeropp's.
+for _name, _options in (
+    *((recipe, {}) for recipe in RECIPES),
+    ("tensorwise", {"gradients": FP8_GRADIENTS["hybrid"]}),
+):
+    _label = f"{_name}, gradients in E5M2" if _options else _name
+    VARIANTS["fp8-hybrid" if _options else f"fp8-{_name}"] = Variant(
+        f"exact; products in fp8, {_label}", product=(f"fp8_{_name}", _options)
+    )
+VARIANTS["zeropp-fp8"] = replace(VARIANTS["zeropp-hadamard"], product=("fp8_tensorwise", {}))
 MUON = "muon"
 VARIANTS |= {
     MUON: replace(VARIANTS[BASELINE], muon=True),
