@@ -55,9 +55,9 @@ FLAGS: dict[str, tuple[str, list[tuple[str, ...]]]] = {
         ],
     ),
     "a pipeline and its batch": (  # tests/unit/config/test_pipeline.py has every mistake
-        "--num-layers 3 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--num-layers 1 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--pipeline-schedule gpipe --global-batch-size 7",
-        [("gpipe", "interleaved"), ("3 layers", "4 stages"), ("--global-batch-size 7", "nearest")],
+        [("gpipe", "interleaved"), ("1 layers", "4 stages"), ("--global-batch-size 7", "nearest")],
     ),
     "shard factors": ("--zero-shard 2,3,4", [("2,3,4", "nearest")]),
     "a preset without room": ("--zero-preset hpz --ranks-per-node 1", [("hpz", "nearest")]),
