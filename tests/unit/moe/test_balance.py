@@ -84,7 +84,9 @@ def test_several_losses_add_up_and_their_mean_is_told() -> None:
 
     def attached(**of: float) -> tuple[Tensor, float]:
         balance, decision = Balance(BalanceLosses(**of, samples=3), router, E), Decision()
-        out = balance.attach(route(x, (weight, None), router, decision), decision, SAMPLES, LENGTH, lambda own: own)
+        out = balance.attach(
+            route(x, (weight, None), router, decision), decision, SAMPLES, LENGTH, lambda own: own
+        )
         return torch.autograd.grad(out, weight, torch.zeros_like(out))[0], balance.values[0].item()
 
     apart = {kind: attached(**{kind: each}) for kind, each in weights.items()}
