@@ -139,7 +139,7 @@ def fp8_share(config: RunConfig) -> Iterator[str]:
     slow = "" if config.training.compile else "; --compile joins the conversions to fp8, which else take long"
     yield (
         f"{large / spec.multiply_adds:.0%} of the layers' multiply-adds are in fp8; head, embedding, router, "
-        f"experts and latents multiply in bf16{slow}"
+        f"experts and latent attention multiply in bf16{slow}"
     )
 
 

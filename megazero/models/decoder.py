@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         self.tp = tp = tp if tp is not None else TensorParallel()
         self.cp = cp = cp if cp is not None else ContextParallel()
         self.ep = ep = ep if ep is not None else ExpertParallel()
-        check_model(config, tp.size, cp.heads.size)
+        check_model(config, tp.size, cp.heads.size, cp.size)
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
+from megazero.config.model.mixers import MIXERS
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import (
     EMBEDDING,
@@ -244,7 +245,7 @@ def _head(
 def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
     """Return the elements of the masks that a rank with these layers holds, if its backend needs them."""
     model, packed = config.model, config.data.reset_attention_mask
-    kinds = {kind.window for kind in layer_kinds(model, layers)}
+    kinds = {kind.window for kind in layer_kinds(model, layers) if MIXERS[kind.mixer](model).heads}
     windows = {window if window and window < model.seq_length else None for window in kinds}
     if not packed:  # torch's kernels need no mask to be causal
         windows.discard(None)

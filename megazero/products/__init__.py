@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Where the class of each is. A cluster file has the rate of NAME as device.NAME_tflops.
 _FP8 = {"tensorwise": "TensorScales", "rowwise": "RowScales", "blockwise": "BlockScales"}
 RECIPES = tuple(_FP8)  # of scales of fp8
+BLOCK = 128  # elements of a token that share a scale of blockwise ones
 FP8_PRODUCTS = tuple(f"fp8_{recipe}" for recipe in RECIPES)
 PRODUCTS: Mapping[str, str] = MappingProxyType(
     {
@@ -37,5 +38,5 @@ def fits_fp8(matrices: Iterable[tuple[int, ...]], least: int) -> bool:
 def operand_bytes(product: str, elements: int, width: int) -> int:
     """Return the bytes of what linears keep of a token's input of so many elements of ``width`` bytes, and gather."""
     if product == "fp8_blockwise":
-        return elements + 4 * -(-elements // 128)
+        return elements + 4 * -(-elements // BLOCK)
     return elements if product == "fp8_tensorwise" else elements * width

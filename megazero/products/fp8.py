@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from megazero.products import fits_fp8
+from megazero.products import BLOCK, fits_fp8
 from megazero.products.product import PLAIN, Across, Operand, Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = 128
 ALIGNED = 16  # the kernels take sides that are multiples of it
 WHOLE = 0  # of a side of a block: all of it
 _LARGEST = {E4M3: 8, E5M2: 15}  # the exponent of the largest number, which is 1.75 times that power

@@ -79,7 +79,8 @@ def shares(config: RunConfig) -> Iterator[str]:
     flag = (
         "--hierarchical-context-parallel-sizes" if comm_type(parallel) == BOTH else "--context-parallel-size"
     )
-    yield from model_rules.context_parallel(config.model, parallel.tensor_model_parallel_size, heads, flag)
+    tp, size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    yield from model_rules.context_parallel(config.model, tp, heads, size, flag)
     yield from _lengths(config, keys)
 
 

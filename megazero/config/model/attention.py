@@ -80,6 +80,8 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, ch
     if window is None:
         window = model.sliding_window is not None and model.sliding_window < model.seq_length
     every = [mixer.heads for mixer in mixers_of(model) if mixer.heads]
+    if not every:
+        return frozenset()
     held = {
         DOCUMENTS: documents,
         WINDOWS: window,

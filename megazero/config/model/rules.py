@@ -209,13 +209,13 @@ def _shared(model: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def context_parallel(
-    model: ModelConfig, tp: int, ranks: int, flag: str = "--context-parallel-size"
+    model: ModelConfig, tp: int, ranks: int, size: int, flag: str = "--context-parallel-size"
 ) -> Iterator[str]:
     """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly, and mixers without
-    heads, whose state no rank hands on."""
-    if any(mixer.heads is None for mixer in mixers_of(model)):
+    heads, whose state none of all ``size`` ranks hands on."""
+    if size > 1 and any(mixer.heads is None for mixer in mixers_of(model)):
         yield (
-            f"{flag} {ranks} does not go with --experimental-attention-variant "
+            f"--context-parallel-size {size} does not go with --experimental-attention-variant "
             f"{model.experimental_attention_variant}, whose state goes through whole samples; nearest: 1"
         )
         return
@@ -245,9 +245,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
-    """Check what a decoder over ``tp`` x ``cp`` ranks asks of its sizes and choices. Raises ConfigError with every
-    fault.
+def check_model(model: ModelConfig, tp: int = 1, heads: int = 1, cp: int = 1) -> None:
+    """Check what a decoder over ``tp`` x ``cp`` ranks, of which ``heads`` swap heads, asks of its sizes and choices.
+    Raises ConfigError with every fault.
 
     Options without an effect are no faults of a decoder: config/validate.py alone judges those.
     """
@@ -258,6 +258,6 @@ def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
     if not errors:
         errors = [line for rule in RULES for line in rule(model)]
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
-        errors += context_parallel(model, tp, cp) if cp > 1 and not errors else []
+        errors += context_parallel(model, tp, heads, cp) if cp > 1 and not errors else []
     if errors:
         raise ConfigError(errors)

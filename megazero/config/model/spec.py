@@ -272,7 +272,12 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
     reads_output = c.hidden_dropout > 0 or "mlp_output_norm" in norms
     # What nothing reads is not computed again.
-    again = [p for p in mlp.parameters if reads_output or not p.name.endswith("down_proj.weight")]
+    read = reads_output or (choices.experts and (shared or c.add_bias_linear))
+    again = [
+        p
+        for p in mlp.parameters
+        if reads_output or (p.experts and read) or not p.name.endswith("down_proj.weight")
+    ]
     # The inputs of MLP and of its output's norm; of a parallel block it keeps the residual instead, too.
     inside = h * (("mlp_norm" in norms) + ("mlp_output_norm" in norms) - c.parallel_block)
     sums = int(not choices.experts or shared)

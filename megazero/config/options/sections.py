@@ -453,7 +453,7 @@ class TrainingConfig:
         "lengths), matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
         choices=ATTENTION_BACKENDS,
     )
-    compile: bool = option(False, "compile decoder layers with torch.compile")
+    compile: bool = option(False, "compile decoder layers, and the head with its loss, with torch.compile")
     compile_backend: str = option(
         INDUCTOR,
         "compiler of the graphs; aot_eager runs their operations as they are",

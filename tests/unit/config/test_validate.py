@@ -59,6 +59,8 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --attention-dropout 1 -> --attention-dropout 1
 --hidden-dropout -0.1 -> --hidden-dropout -0.1
 --num-experts 4 --moe-layer-freq 0,1 --save a -> --moe-layer-freq 0,1; --num-layers
+--multi-latent-attention --position-embedding-type rope --softmax-type learnable -> --softmax-type learnable; vanilla
+--multi-latent-attention --position-embedding-type rope --use-mup -> --use-mup; --multi-latent-attention
 --lr 0 -> --lr 0
 --seed 4294967296 -> --seed 4294967296; 4294967295
 --min-lr 1 -> --min-lr 1; 0.001

@@ -49,6 +49,10 @@ def _built(c: Any) -> Iterator[str]:
             f"--multi-latent-attention needs --position-embedding-type rope, not {c.position_embedding_type}: a key "
             "has channels for it"
         )
+    if c.softmax_type != "vanilla":
+        yield f"--softmax-type {c.softmax_type}: latent attention has no sinks; nearest: vanilla"
+    if c.use_mup:
+        yield "--use-mup with --multi-latent-attention: its scores' scale is not built; nearest: no --use-mup"
     if c.qk_norm == "all-heads":
         yield "--qk-norm all-heads: of latent attention the latents have norms; nearest: --qk-layernorm"
     if c.v_head_dim > c.qk_head_dim + c.qk_pos_emb_head_dim:
