@@ -12,15 +12,21 @@ from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.fields import option
 from megazero.families.family import qkv
 
+# Another mixer leaves layers to softmax attention.
+_SOME = "linear_attention_freq or not experimental_attention_variant: --linear-attention-freq"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxOptions(Backbone):
     """Its options."""
 
-    NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = dict.fromkeys(
-        ("num_query_groups", "kv_channels", "add_qkv_bias", "attention_output_gate"),
-        "not multi_latent_attention: --no-multi-latent-attention",
-    )
+    NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
+        **dict.fromkeys(
+            ("num_query_groups", "kv_channels", "add_qkv_bias", "attention_output_gate"),
+            ("not multi_latent_attention: --no-multi-latent-attention", _SOME),
+        ),
+        **dict.fromkeys(("qk_norm", "softmax_"), _SOME),
+    }
 
     num_query_groups: int = option(
         MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1, small=4
