@@ -190,7 +190,8 @@ def own_rates(p: ParameterSpec, config: RunConfig) -> dict[str, float]:
         factor = 1.0 if hidden else width
     else:
         factor = 1 / width if hidden and not is_matrix(p, config) else 1.0
-    eps = {"eps": optimizer.adam_eps * factor} if optimizer.optimizer == "adamw" else {}
+    has_eps = "adam_eps" in OPTIMIZERS[optimizer.optimizer].options
+    eps = {"eps": optimizer.adam_eps * factor} if has_eps else {}
     return {} if factor == 1 else {"lr": optimizer.lr * factor, **eps}
 
 

@@ -79,6 +79,19 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             moments=1,
             small_rate=1e-4,
         ),
+        "ademamix": Optimizer(
+            dict.fromkeys(("auto", "torch"), "megazero.train.ademamix:AdEMAMix"),
+            {
+                "lr": "lr",
+                "betas": ("adam_beta1", "adam_beta2", "ademamix_beta3"),
+                "alpha": "ademamix_alpha",
+                "warmups": ("ademamix_alpha_warmup", "ademamix_beta3_warmup"),
+                "eps": "adam_eps",
+                "weight_decay": "weight_decay",
+            },
+            moments=3,
+            small_rate=1e-3,
+        ),
         "muon": Optimizer(
             {
                 "auto": "megazero.zero.by_matrix:Muon",
@@ -198,6 +211,12 @@ class OptimizerConfig:
     sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
     lion_beta1: float = option(0.95, "share of the momentum in lion's update", low=0, below=1)
     lion_beta2: float = option(0.98, "decay of lion's momentum", low=0, below=1)
+    ademamix_beta3: float = option(0.999, "decay of ademamix's slow momentum", above=0, below=1)
+    ademamix_alpha: float = option(5.0, "factor of ademamix's slow momentum in the update", low=0)
+    ademamix_beta3_warmup: int = option(
+        0, "steps in which the half-life of the slow momentum grows from that of --adam-beta1", low=0, small=2
+    )
+    ademamix_alpha_warmup: int = option(0, "steps in which --ademamix-alpha grows from 0", low=0, small=4)
     muon_momentum: float = option(0.9, "share of the momentum that muon keeps", low=0, below=1)
     muon_nesterov: bool = option(False, "muon takes Nesterov's momentum")
     muon_scale_mode: str = option(

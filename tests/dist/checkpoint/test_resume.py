@@ -28,6 +28,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
+ADEMAMIX = {"optimizer": "ademamix", "ademamix_beta3_warmup": 4, "ademamix_alpha_warmup": 7}
 VIRTUAL2 = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
@@ -223,10 +224,12 @@ def relayout(tmp_path: Path, pairs: list[tuple[str, str]], changes: dict) -> lis
 
 
 @pytest.mark.parametrize(
-    "pair", [("pp 2, zb-h1", "zero3 4, 2 nodes"), ("tp 2 x zero3", "pp 2, uneven")], ids=str
+    "pair, optimizer",
+    [(("pp 2, zb-h1", "zero3 4, 2 nodes"), {}), (("tp 2 x zero3", "pp 2, uneven"), ADEMAMIX)],
+    ids=str,
 )
-def test_a_run_goes_on_on_another_layout(tmp_path: Path, pair: tuple[str, str]) -> None:
-    assert not relayout(tmp_path, [pair], TIED)
+def test_a_run_goes_on_on_another_layout(tmp_path: Path, pair: tuple[str, str], optimizer: dict) -> None:
+    assert not relayout(tmp_path, [pair], {**TIED, **optimizer})
 
 
 @pytest.mark.slow

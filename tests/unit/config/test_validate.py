@@ -316,6 +316,8 @@ NOTED = """
 --sgd-momentum 0.5 -> --sgd-momentum 0.5; --optimizer
 --lion-beta1 0.8 -> --lion-beta1 0.8; --optimizer
 --lion-beta2 0.5 --optimizer sgd -> --lion-beta2 0.5; --optimizer
+--ademamix-alpha 8 -> --ademamix-alpha 8; --optimizer
+--ademamix-beta3 0.9999 --optimizer muon -> --ademamix-beta3 0.9999; --optimizer
 --adam-eps 1e-06 --optimizer lion -> --adam-eps 1e-06; --optimizer
 --muon-momentum 0.5 -> --muon-momentum 0.5; --optimizer
 --muon-nesterov --optimizer sgd -> --muon-nesterov; --optimizer

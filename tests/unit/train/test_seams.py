@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
@@ -86,6 +87,30 @@ class PlainLion(torch.optim.Optimizer):
                 self.state[p]["m"] = beta2 * m + (1 - beta2) * g
 
 
+class PlainAdEMAMix(torch.optim.Optimizer):
+    """Pagliardini et al. 2024, algorithm 1 and equations 3 and 4, as they are printed."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2, beta3), alpha, (T_alpha, T_beta) = (
+                group[k] for k in ("betas", "alpha", "warmups")
+            )
+            for p in group["params"]:
+                zeros = (torch.zeros_like(p),) * 3
+                t, m1, m2, nu = self.state[p].get("all", (0, *zeros))
+                t, g, w = t + 1, p.grad, p.detach()
+                a = min(t * alpha / T_alpha, alpha)
+                slow, fast = math.log(beta3), math.log(beta1)
+                b = min(math.exp(fast * slow / ((1 - t / T_beta) * slow + t / T_beta * fast)), beta3)
+                b = beta3 if t >= T_beta else b
+                m1, m2 = beta1 * m1 + (1 - beta1) * g, b * m2 + (1 - b) * g
+                nu = beta2 * nu + (1 - beta2) * g**2
+                hats = m1 / (1 - beta1**t), nu / (1 - beta2**t)
+                update = (hats[0] + a * m2) / (hats[1].sqrt() + group["eps"])
+                w.copy_(w - group["lr"] * (update + group["weight_decay"] * w))
+                self.state[p]["all"] = (t, m1, m2, nu)
+
+
 class PlainMuon(torch.optim.AdamW):
     """Muon for ``matrices``, by their singular values (tests/oracle_muon.py), and AdamW for the rest."""
 
@@ -121,7 +146,11 @@ def plain_optimizer(config: RunConfig, model: Decoder) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=0.0, momentum=o.sgd_momentum)
     if o.optimizer == "lion":
         return PlainLion(groups, {"lr": 0.0, "betas": (o.lion_beta1, o.lion_beta2)})
-    adam = {"lr": 0.0, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps}
+    adam: dict[str, Any] = {"lr": 0.0, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps}
+    if o.optimizer == "ademamix":
+        mixed = {"alpha": o.ademamix_alpha, "betas": (*adam["betas"], o.ademamix_beta3)}
+        warmups = (o.ademamix_alpha_warmup, o.ademamix_beta3_warmup)
+        return PlainAdEMAMix(groups, {**adam, **mixed, "warmups": warmups})
     if o.optimizer != "muon":
         return torch.optim.AdamW(groups, **adam)
     muon, named = PlainMuon(groups, **adam), model.named_parameters()
@@ -189,6 +218,8 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
 
 
 LION = {"optimizer": "lion", "lion_beta1": 0.6, "lion_beta2": 0.7}
+ADEMAMIX = {**ADAMW, "optimizer": "ademamix", "ademamix_beta3": 0.95, "ademamix_alpha": 3.0}
+ADEMAMIX |= {"ademamix_alpha_warmup": 3, "ademamix_beta3_warmup": 7}
 MUON = {
     **{**ADAMW, "optimizer": "muon", "muon_momentum": 0.7, "muon_nesterov": True},
     **{"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.3},
@@ -205,12 +236,13 @@ UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": Tr
     [
         ADAMW,
         *(pytest.param(each, marks=pytest.mark.slow) for each in (SGD, LION)),
+        ADEMAMIX,
         MUON,
         DECOUPLED,
         UNTIED,
         Z_LOSS,
     ],
-    ids=["adamw", "sgd", "lion", "muon", "decoupled", "decoupled, untied", "z-loss"],
+    ids=["adamw", "sgd", "lion", "ademamix", "muon", "decoupled", "decoupled, untied", "z-loss"],
 )
 def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
