@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from megazero.data.cache import Arrays, cached_arrays
@@ -29,8 +32,8 @@ class SampleSpec:
     """How samples are cut and masked.
 
     ``seq_length`` is the tokens per sample. ``seed`` is the seed of both shuffles. With ``reset_position_ids`` or
-    ``reset_attention_mask`` samples say where documents begin (``document_fields``). ``change`` makes another text of
-    one, by the seed and the sample's number (data/fim.py).
+    ``reset_attention_mask`` samples say where documents begin (``document_fields``). ``goldfish`` is (k, h) of
+    ``dropped``, or None. ``change`` makes another text of one, by the seed and the sample's number (data/fim.py).
     """
 
     seq_length: int
@@ -39,6 +42,7 @@ class SampleSpec:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    goldfish: tuple[int, int] | None = None
     change: Callable[[NDArray[np.int64], int, int], NDArray[np.int64]] | None = None
 
 
@@ -53,12 +57,35 @@ def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
     mask = np.ones(len(tokens), np.float32)
     if spec.eod_mask_loss:
         mask[tokens == spec.tokenizer.eod] = 0.0
+    if spec.goldfish:
+        mask[dropped(text[1:], *spec.goldfish)] = 0.0
     fields = document_fields(
         tokens == spec.tokenizer.eod,
         reset_position_ids=spec.reset_position_ids,
         reset_attention_mask=spec.reset_attention_mask,
     )
     return {"tokens": tokens, "labels": text[1:], "loss_mask": mask, **fields}
+
+
+@cache
+def _table() -> NDArray[np.float32]:
+    """Return the numbers of ``dropped`` by key, which the paper's code and Apertus's draw with torch, too."""
+    generator = torch.Generator().manual_seed(2971215073)
+    return torch.rand(1_000_003, generator=generator, dtype=torch.float32, device="cpu").numpy()
+
+
+def dropped(labels: NDArray[np.int64], k: int, h: int) -> NDArray[np.bool_]:
+    """Say which of the labels [s] the loss leaves out, about one in k: those whose last h labels, their own included,
+    have a product, modulo 2^64, with a number below 1 / k in a table (Hans et al. 2024, arXiv 2406.10209).
+
+    So a text loses the same tokens wherever it stands. The first h - 1 labels of a sample stay. Of random ids a tenth
+    of the products of 50 is 0, which stays, too: one label in 62 is left out at k = 50.
+    """
+    out = np.zeros(len(labels), np.bool_)
+    if len(labels) >= h:
+        table, keys = _table(), sliding_window_view(labels, h).prod(-1)
+        out[h - 1 :] = table[keys % len(table)] < np.float32(1 / k)
+    return out
 
 
 def document_fields(

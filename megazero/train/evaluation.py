@@ -86,7 +86,7 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
     pipeline = build_pipeline(decoder, engine, config, mesh)
     Checkpointing(config, engine, decoder.placements()).load(origin)
     decoder.eval()
-    feeding = Feeding(mesh, config.batch.micro_batch_size, pipeline.loss_rank, config.data.eod_mask_loss)
+    feeding = Feeding(mesh, config.batch.micro_batch_size, pipeline.loss_rank, config.data.masks_loss)
     lines = [f"weights of {origin.saved.path if origin.saved else config.checkpoint.load}"]
     for split, source in sources.items():
         steps = int(min(config.training.eval_iters * batch, source.samples)) // batch

@@ -88,7 +88,7 @@ class Trainer:
         self.config, self.guard = checkpointing.config, NonFiniteGuard()
         self.scaling = checkpointing.scaling
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
-        masked = self.config.data.eod_mask_loss
+        masked = self.config.data.masks_loss
         self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
         self.saver = Saver(checkpointing, self.outputs.console, self._saved, limit_s)

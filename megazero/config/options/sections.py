@@ -600,6 +600,18 @@ class DataConfig:
     vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
     merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
     eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss", resume=UPDATE)
+    goldfish_loss: bool = option(
+        False,
+        "leave tokens out of the loss, in evaluations, too: about one in --goldfish-k, by a hash of the last "
+        "--goldfish-h, so that a text that comes often is not learnt by heart",
+        resume=UPDATE,
+    )
+    goldfish_k: int = option(
+        50, "tokens of which goldfish loss leaves out one", low=2, needs="goldfish_loss", resume=UPDATE
+    )
+    goldfish_h: int = option(
+        50, "tokens that goldfish loss hashes", low=1, needs="goldfish_loss", resume=UPDATE
+    )
     reset_position_ids: bool = option(
         False,
         "positions begin at 0 after every end-of-document token",
@@ -609,6 +621,15 @@ class DataConfig:
     reset_attention_mask: bool = option(
         False, "attention stays within documents, which end-of-document tokens end", small=KEPT, resume=UPDATE
     )
+
+    @property
+    def goldfish(self) -> tuple[int, int] | None:
+        return (self.goldfish_k, self.goldfish_h) if self.goldfish_loss else None
+
+    @property
+    def masks_loss(self) -> bool:
+        """Tell whether some tokens are left out of the loss."""
+        return self.eod_mask_loss or self.goldfish_loss
 
 
 @dataclass(frozen=True)

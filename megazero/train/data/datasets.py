@@ -82,7 +82,7 @@ def _opened(
     ordered_for: that of the run's progress, whose order is kept.
     """
     data = config.data
-    masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask
+    masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask, data.goldfish
     change = FillInTheMiddle.of(data, _tokenizer(config)) if data.fim_data else None
     spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change)
     parts: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)

@@ -28,9 +28,9 @@ from tests.unit.config.command_lines import base_without, run, write
         ),
         (
             "sawp-optimizer",
-            "; nearest: --swap-optimizer (Megatron's, not built here: the optimizer is AdamW, SGD or Lion on the "
-            "device; offload is not built: shard further (--zero-preset zero3), or keep moments in fewer bits "
-            "(--exp-avg-dtype, --exp-avg-sq-dtype))",
+            "; nearest: --swap-optimizer (Megatron's, not built here: the optimizer is on the device; offload is not "
+            "built: shard further (--zero-preset zero3), or keep moments in fewer bits (--exp-avg-dtype, "
+            "--exp-avg-sq-dtype))",
         ),
         (
             "no-bias-gelu-fusio",

@@ -47,6 +47,7 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
     -> --rotary-scaling longrope; --rotary-long-factor
 HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-factor 1,1,0,1
     -> --rotary-short-factor
+--goldfish-loss --goldfish-h 600 --seq-length 512 -> --goldfish-h 600; --seq-length 512; 512
 --squared-relu --swiglu -> --squared-relu; --swiglu
 --pad-vocab-size-to 16 -> --pad-vocab-size-to 16; 100
 --pad-vocab-size-to 1001 --tensor-model-parallel-size 4
@@ -316,6 +317,8 @@ NOTED = """
 --sgd-momentum 0.5 -> --sgd-momentum 0.5; --optimizer
 --lion-beta1 0.8 -> --lion-beta1 0.8; --optimizer
 --lion-beta2 0.5 --optimizer sgd -> --lion-beta2 0.5; --optimizer
+--goldfish-k 4 -> --goldfish-k 4; --goldfish-loss
+--goldfish-h 13 -> --goldfish-h 13; --goldfish-loss
 --ademamix-alpha 8 -> --ademamix-alpha 8; --optimizer
 --ademamix-beta3 0.9999 --optimizer muon -> --ademamix-beta3 0.9999; --optimizer
 --adam-eps 1e-06 --optimizer lion -> --adam-eps 1e-06; --optimizer

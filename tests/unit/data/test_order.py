@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import types
 from collections.abc import Sequence
@@ -315,6 +316,22 @@ def test_an_order_is_kept_while_its_epochs_reach(data: list[str], tmp_path: Path
             assert stream(two, 100) != stream(before, 100)
         shorter = make(100, 100)
         assert any(stream(a, 100) != stream(b, 100) for a, b in zip(first, shorter, strict=True))
+
+
+@pytest.mark.parametrize("h", [1, 4, 50])
+def test_goldfish_loss_leaves_out_what_apertus_does(h: int) -> None:
+    """Against whole numbers of Python, with ids so large that products go past 2^63."""
+    random = np.random.default_rng(h)
+    text = random.integers(0, 131072, 401)
+    text[200:300] = text[50:150]  # the same text twice
+    spec = gpt_module.SampleSpec(400, 1, TOKENIZER, goldfish=(4, h))
+    mask = gpt_module.finish_sample(text, spec)["loss_mask"]
+    numbers = torch.rand(1_000_003, generator=torch.Generator().manual_seed(2971215073)).tolist()
+    for at, seen in enumerate(mask):
+        key = math.prod(int(n) for n in text[1:][max(0, at - h + 1) : at + 1]) % 2**64
+        key -= 2**64 * (key >= 2**63)
+        assert seen == (at < h - 1 or numbers[key % 1_000_003] >= 0.25), at
+    assert np.array_equal(mask[200 + h : 299], mask[50 + h : 149]) and 0.5 < mask.mean() < 0.9
 
 
 @pytest.mark.parametrize("positions", [True, False])

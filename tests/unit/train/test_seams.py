@@ -178,7 +178,9 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
     model.initialize(training.seed)
     optimizer, total = plain_optimizer(config, model), training.train_samples or 0
     tokenizer = NullTokenizer(config.model.vocabulary - 1).info
-    spec = SampleSpec(config.model.seq_length, training.seed, tokenizer, eod_mask_loss=True)
+    spec = SampleSpec(
+        config.model.seq_length, training.seed, tokenizer, eod_mask_loss=True, goldfish=config.data.goldfish
+    )
     train, valid = MockDataset(total, 0, spec), MockDataset(10**4, 1, spec)
     evaluated = [valid[i] for i in range(training.eval_iters * (batch.global_batch_size or 0))]
 
@@ -226,7 +228,7 @@ MUON = {
     **{"muon_fp32_matmul_prec": "high"},
 }
 DECOUPLED = {**ADAMW, "decoupled_lr": 0.2, "decoupled_min_lr": 0.03}
-Z_LOSS = {**ADAMW, "z_loss_strength": 0.1}
+Z_LOSS = {**ADAMW, "z_loss_strength": 0.1, "goldfish_loss": True, "goldfish_k": 3, "goldfish_h": 2}
 UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": True}
 
 
@@ -242,7 +244,16 @@ UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": Tr
         UNTIED,
         Z_LOSS,
     ],
-    ids=["adamw", "sgd", "lion", "ademamix", "muon", "decoupled", "decoupled, untied", "z-loss"],
+    ids=[
+        "adamw",
+        "sgd",
+        "lion",
+        "ademamix",
+        "muon",
+        "decoupled",
+        "decoupled, untied",
+        "z-loss, goldfish loss",
+    ],
 )
 def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
