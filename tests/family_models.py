@@ -256,6 +256,12 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK_V2, **GROUPED, "topk_method": "group_limited_greedy", "rope_parameters": YARN_LATENT}
         | {"q_lora_rank": 20, "topk_group": 3, "n_shared_experts": 1, "tie_word_embeddings": True},
     ),
+    "apertus": ("Apertus", {**LLAMA, "rope_parameters": LLAMA3_ROPE}),
+    "apertus-biases-tied": (
+        "Apertus",
+        {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}
+        | {"rope_parameters": WHOLE_ROPE, "head_dim": 16},
+    ),
     "gpt_oss": ("GptOss", GPT_OSS),
     "gpt_oss-windows-tied": (
         "GptOss",

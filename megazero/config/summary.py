@@ -161,7 +161,8 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     gelu = f"GELU ({'tanh form' if m.openai_gelu else 'exact'})"
     gelu = "x sigmoid(1.702 x)" if m.quick_geglu else gelu
     activation = f"{'gate of ' * (m.geglu or m.quick_geglu)}{gelu}"
-    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else activation
+    plain = {"SwiGLU": m.swiglu, "relu(x)^2": m.squared_relu, "xIELU": m.xielu}
+    activation = next((words for words, chosen in plain.items() if chosen), activation)
     if m.activation_func_clamp_value is not None:
         activation += f" clamped at {m.activation_func_clamp_value:g}"
     shared = m.moe_shared_expert_intermediate_size

@@ -29,7 +29,7 @@ from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_fil
 from megazero.data.tokenizer_settings import OF_MODEL
 from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.models.dtypes import PRECISIONS
-from megazero.models.hf_weights import layers_behind, match_names, tied_head
+from megazero.models.hf_weights import constants, layers_behind, match_names, tied_head
 from megazero.models.placements import stored_tensors
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -99,6 +99,9 @@ class Published:
                     f"'{path}': config.json ties '{name}' to the embedding, and the files hold another one: "
                     "tie_word_embeddings has to be false"
                 )
+        for name, value in constants(published.model).items():
+            if not torch.equal(held := tensor(names[name]), torch.tensor(value, dtype=held.dtype)):
+                raise ValueError(f"'{path}': '{name}' is {held.item():g} (only {value:g})")
         return published
 
     @cached_property

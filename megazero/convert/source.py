@@ -19,7 +19,7 @@ from megazero.config.options.fields import section_of
 from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
 from megazero.families.family import ExpertPlace
-from megazero.models.hf_weights import folder_tensors
+from megazero.models.hf_weights import constants, folder_tensors
 from megazero.models.placements import bias_placements, stored_tensors
 
 
@@ -88,6 +88,7 @@ class Source:
     def in_folder(self) -> list[Plain]:
         """Every tensor that a folder has of them, in the same order."""
         dtypes = {tensor.name: tensor.dtype for tensor in self.tensors}
+        dtypes |= dict.fromkeys(constants(self.model), self.tensors[0].dtype)
         dtypes |= {place.tensor: dtypes[name] for held in self._experts.values() for name, place in held}
         return [Plain(name, dtypes[name], shape) for name, shape in folder_tensors(self.model).items()]
 
@@ -105,6 +106,9 @@ class Source:
         if tensor.name in self.stored.shapes:
             for first, rows in pieces(tensor.shape):
                 yield self.stored.read(tensor.name, first, rows).to(tensor.dtype)
+            return
+        if not tensor.shape:
+            yield torch.tensor(constants(self.model)[tensor.name], dtype=tensor.dtype)
             return
         for expert in range(tensor.shape[0]):
             whole = torch.empty(1, *tensor.shape[1:], dtype=tensor.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from megazero.families.apertus import APERTUS
 from megazero.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megazero.families.dots1 import DOTS1
 from megazero.families.falcon import FALCON
@@ -58,6 +59,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             DEEPSEEK_V3,
             GPT_OSS,
             QWEN3_NEXT,
+            APERTUS,
         )
     }
 )

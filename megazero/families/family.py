@@ -42,6 +42,7 @@ class TensorNames:
     tensor, counted from 0: of q, k, v, or of the gate and the up projection. "{}" stands for an expert's number.
     Experts whose name is without it lie in one tensor [experts, out, in], whose parts follow each other along out.
     A parameter without a module of its own, such as attention.sinks, stands for itself.
+    ``constants`` are tensors without dimensions that folders have in every layer, by name, with their only value.
     ``together`` maps an expert's parameter, by which a checkpoint has it, to what folders have instead: a tensor
     [experts, in, out] of all, or of biases [experts, out], and which of its columns are the parameter's.
     ``transposed`` says that matrices of layers are stored [in, out].
@@ -61,6 +62,7 @@ class TensorNames:
     equal: tuple[tuple[str, str], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     together: Mapping[str, tuple[str, slice]] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     def stored(self, name: str) -> tuple[str, int | None]:
         """Return the tensor that holds a parameter of the decoder and, if it is fused, which part of it."""
@@ -113,6 +115,8 @@ def _mlp_modules(options: Any) -> Iterator[str]:
     experts = {kind.experts for kind in layer_kinds(options)}
     if False in experts:
         yield "mlp.up_proj"
+        if options.xielu:
+            yield "mlp.activation"
     if True in experts:
         yield "mlp.router"
         if options.moe_shared_expert_intermediate_size is not None:

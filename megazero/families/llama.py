@@ -42,6 +42,7 @@ NAMES = TensorNames(
         "mlp.gate_proj": "mlp.gate_proj",
         "mlp.up_proj": "mlp.up_proj",
         "mlp.down_proj": "mlp.down_proj",
+        "mlp.activation": "mlp.act_fn",
         "mlp.router": "mlp.gate",
         "mlp.experts.gate_proj": "mlp.experts.{}.gate_proj",
         "mlp.experts.up_proj": "mlp.experts.{}.up_proj",

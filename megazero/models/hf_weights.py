@@ -67,7 +67,14 @@ def folder_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             found[name] = shape
         else:
             found[own.tensor] = (count, *shape[:0:-1], shape[0] * (own.columns.step or 1))
-    return found
+    return found | dict.fromkeys(constants(config), ())
+
+
+def constants(config: ModelConfig) -> dict[str, float]:
+    """Map the names of a folder's tensors that hold one number, the same in every model, to that."""
+    names = config.tensor_names
+    each = [(f"{names.layer_prefix}{i}.", names.constants) for i in range(config.num_layers)]
+    return {layer + name: value for layer, held in each for name, value in held.items()}
 
 
 def tied_head(config: ModelConfig) -> tuple[str, str] | None:

@@ -73,7 +73,7 @@ class ParameterSpec:
     multiplies: the parameter is a matrix that multiplies every token's activations.
     experts, of_token: the first dim counts experts, so many of which multiply a token's activations; 0 and 1: none.
     sharing: how many ranks share the experts, of which these are one's.
-    own_heads: a rank applies the parameter to its own heads alone.
+    own_heads: a rank applies the parameter to its own heads, or channels of an MLP, alone.
     vocabulary: the rows are words, which are padded before ranks share them.
     tied: the embedding and the head hold one parameter.
     """

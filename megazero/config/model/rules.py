@@ -63,7 +63,9 @@ def _rotary_scaling(model: ModelConfig, pairs: int) -> Iterator[str]:
 
 
 def mlp(model: ModelConfig) -> Iterator[str]:
-    """Report several activations for one MLP."""
+    """Report several activations for one MLP, and one of an MLP for experts."""
+    if model.xielu and model.num_experts is not None:
+        yield "--xielu with --num-experts: experts have no numbers of their own to learn; nearest: --squared-relu"
     flags = [f"--{name.replace('_', '-')}" for name in ACTIVATIONS if getattr(model, name)]
     if len(flags) > 1:
         yield f"{' and '.join(flags)} exclude each other; leave {'one' if len(flags) == 2 else 'two'} out"

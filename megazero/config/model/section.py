@@ -14,9 +14,10 @@ from megazero.config.options.fields import ORDER, UPDATE, option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
 # What an MLP may have instead of GELU behind one matrix, of which it has one.
-ACTIVATIONS = ("squared_relu", "geglu", "quick_geglu", "swiglu")
+ACTIVATIONS = ("squared_relu", "xielu", "geglu", "quick_geglu", "swiglu")
+NOT_GELU = tuple(name for name in ACTIVATIONS if name != "geglu")
 # Needs (options/needs.py).
-GELU = "GELU (--no-swiglu, and no --squared-relu or --quick-geglu)"
+GELU = "GELU (--no-swiglu, and no --squared-relu, --xielu or --quick-geglu)"
 GATED = "swiglu or geglu or quick_geglu: a gated MLP (--swiglu, --geglu or --quick-geglu)"
 EXPERTS = "num_experts > 1"
 ROPE = "position_embedding_type = rope"
@@ -147,7 +148,8 @@ class ModelConfig(MixerOptions):
     )
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
     swiglu: bool = option(
-        MISSING, "SwiGLU MLP, else GELU (by family; off with --geglu, --quick-geglu and --squared-relu)"
+        MISSING,
+        "SwiGLU MLP, else GELU (by family; off with --geglu, --quick-geglu, --squared-relu and --xielu)",
     )
     geglu: bool = option(False, "GELU as the gate of the MLP instead of SwiGLU's SiLU (Gemma; by family)")
     quick_geglu: bool = option(
@@ -164,11 +166,14 @@ class ModelConfig(MixerOptions):
         0.0, "number that is added to what the MLP's gate multiplies (by family)", needs=GATED
     )
     squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
+    xielu: bool = option(
+        False, "xIELU in the MLP instead of GELU: two numbers of each layer are learnt (Apertus; by family)"
+    )
     openai_gelu: bool = option(
         True,
         "GELU by tanh, else by the error function (by family; off in family gpt without --add-bias-linear, as in "
         "Megatron)",
-        needs=tuple(f"not {other}: {GELU}" for other in ("swiglu", "squared_relu", "quick_geglu")),
+        needs=tuple(f"not {other}: {GELU}" for other in NOT_GELU),
     )
     add_bias_linear: bool = option(MISSING, "biases in linears (by family)", negative="disable-bias-linear")
     untie_embeddings_and_output_weights: bool = option(
@@ -357,7 +362,7 @@ def _of_mup(done: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_gelu(done: Mapping[str, Any]) -> bool:
     """Tell whether the MLP has GELU, of options that families completed."""
-    return not any(done.get(name) for name in ("swiglu", "squared_relu", "quick_geglu"))
+    return not any(done.get(name) for name in NOT_GELU)
 
 
 def as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Placements, initial values, FLOPs, the planner and ``verify`` read sizes here an
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from megazero.families.layer_kinds import LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
 from megazero.products import fits_fp8
 
+# The numbers of xIELU where they begin: behind softplus, and a half for the second, both factors are 0.8.
+XIELU = (("alpha_p", math.log(math.expm1(0.8))), ("alpha_n", math.log(math.expm1(0.3))))
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"  # kinds of modules; other layers are "layer 2", ...
 
 
@@ -312,11 +315,12 @@ class Block(NamedTuple):
 
 
 def _mlp(c: ModelConfig, name: str = "mlp", width: int | None = None) -> Block:
-    ffn, bias = width or c.ffn_hidden_size, c.add_bias_linear
+    ffn, bias, learnt = width or c.ffn_hidden_size, c.add_bias_linear, XIELU if c.xielu else ()
     parameters = [
         *(column(c, f"{name}.gate_proj", ffn, bias) if c.gated_mlp else ()),
         *column(c, f"{name}.up_proj", ffn, bias),
         *row(c, f"{name}.down_proj", ffn, bias),
+        *(ParameterSpec(f"{name}.activation.{n}", (1,), mean=x, own_heads=True) for n, x in learnt),
     ]
     # Up (and gate, f(gate)) and down's input. Of other gates than SiLU and GELU a sigmoid, and clamped gate and up.
     moved, kept = (5, 4) if c.gated_mlp else (2, 2)

@@ -14,6 +14,7 @@ from typing import Any
 from megazero.config.errors import ConfigError
 from megazero.config.foreign.megatron import accepted_note, flags
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row
+from megazero.config.model.section import NOT_GELU
 from megazero.config.options.fields import show
 from megazero.config.read.completion import Known, complete_by
 from megazero.config.read.files import put
@@ -46,7 +47,6 @@ DECIDING: Mapping[str, Collection[Any]] = {
             "use_mup",
             "retro_add_retriever",
             "enable_gpt_oss",
-            "xielu",
             "xiprelu",
             "xiprelup",
             "parallel_attn",
@@ -156,7 +156,7 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         ("lr_warmup_fraction" in said, ("lr_warmup_iters", "lr_warmup_samples")),
         (not said.get("fp16"), _FP16),
         (not said.get("openai_gelu"), ("openai_gelu",)),  # Megatron's fused kernel has that form without it
-        (said.get("swiglu") or said.get("squared_relu"), ("bias_gelu_fusion",)),
+        (any(said.get(name) for name in NOT_GELU), ("bias_gelu_fusion",)),
         (not args.get("group_query_attention", True), ("num_query_groups",)),
         (
             not (args.get("use_megatron_fsdp") or args.get("use_custom_fsdp")),

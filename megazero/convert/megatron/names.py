@@ -26,6 +26,7 @@ NAMES = TensorNames(
         "mlp_norm": "pre_mlp_layernorm",
         "mlp.up_proj": "mlp.linear_fc1",
         "mlp.down_proj": "mlp.linear_fc2",
+        "mlp.activation": "mlp.activation_func",
         "mlp.router": "mlp.router",
         "mlp.experts.up_proj": "mlp.experts.{}.linear_fc1",
         "mlp.experts.down_proj": "mlp.experts.{}.linear_fc2",

@@ -57,7 +57,6 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "phi": ("a bias of the logits",),
     "gptj": ("a bias of the logits",),
     "codegen": ("a bias of the logits",),
-    "apertus*": ("the activation xIELU",),
     "bitnet": ("weights in three values",),
     "blt": ("patches of bytes",),
     "cohere*": ("LayerNorm without a bias",),

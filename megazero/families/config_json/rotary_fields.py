@@ -106,12 +106,14 @@ def rotary(
     share: str | None = None,
     absent_share: float = 1.0,
     absent_base: float | None = 10000.0,
+    says_none: bool = False,
 ) -> FieldGroup:
     """Return the fields of rotary positions, in the spelling of transformers 4 or 5.
 
     ``base`` and ``share`` are the family's own names of rope_theta and partial_rotary_factor in transformers 4.
     ``absent_share`` is what an absent share means. Without a name of it, 1 is the only value. ``absent_base`` is what
     an absent base means; None if releases of transformers disagree: then it is an error.
+    ``says_none``: without a scaling, files say so; what its absence means, releases disagree on, too.
     """
 
     def value(name: str, own: str | None, config: Config, rope: Config, absent: Any) -> Any:
@@ -121,6 +123,8 @@ def rotary(
     def read(config: Config) -> dict[str, Any]:
         """Raise ValueError, which names a kind, a field or a share that the decoder does not have."""
         rope = agreed({name: config.get(name) for name in ("rope_scaling", "rope_parameters")}, {})
+        if says_none and not rope:
+            raise ValueError("rope_scaling is missing")
         # Where both stand there, transformers 4 takes type, and 5 takes rope_type.
         kind = agreed({name: rope.get(name) for name in ("rope_type", "type")}, "default")
         if kind not in _SCALINGS:
@@ -140,7 +144,10 @@ def rotary(
         }
 
     def write(options: Any) -> dict[str, Any]:
-        fields: dict[str, Any] = {base: options.rotary_base, "rope_scaling": None}
+        fields: dict[str, Any] = {
+            base: options.rotary_base,
+            "rope_scaling": {"rope_type": "default"} if says_none else None,
+        }
         if share:
             fields[share] = options.rotary_percent
         return fields | (_written_scaling(options) if options.rotary_scaling != "none" else {})

@@ -90,11 +90,11 @@ LAYOUTS = {
     "dp4-ep2": _layout(1, 4, "zero3", False, 1, "full", ep=2),
 }
 # Always, on the quickest layouts: biases and a tied head, dense and mixed layers, groups of experts, latents, and on
-# the one with deferred gradients heads that hold a state.
+# the one with deferred gradients heads that hold a state, and an activation that learns.
 CORE = {
     "pp2-dp2": ("qwen3-biases-tied", "qwen2_moe-dense-layers", "deepseek_v2-groups-yarn"),
     "dp4-ep2": ("glm4_moe-groups-tied", "gpt_oss"),
-    "tp2-pp2-zb": ("qwen3_next",),
+    "tp2-pp2-zb": ("qwen3_next", "apertus"),
 }
 
 

@@ -74,6 +74,20 @@ RUNS: dict[str, tuple[int, str, int | None]] = {
         "--reset-position-ids --reset-attention-mask --eod-mask-loss --vocab-size 131072",
         None,
     ),
+    "Apertus 8B": (
+        128,
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --group-query-attention "
+        "--num-query-groups 8 --max-position-embeddings 4096 --position-embedding-type rope --rotary-base 500000 "
+        "--use-rope-scaling --rope-scaling-factor 8 --make-vocab-size-divisible-by 128 --normalization RMSNorm "
+        "--xielu --qk-layernorm --qknorm-impl apex --untie-embeddings-and-output-weights --attention-dropout 0.0 "
+        "--hidden-dropout 0.0 --disable-bias-linear --weight-decay 0.1 --clip-grad 0.1 --optimizer ademamix "
+        "--ademamix-alpha 8 --ademamix-beta3 0.9999 --ademamix-beta3-warmup 100000 --ademamix-alpha-warmup 100000 "
+        "--micro-batch-size 2 --global-batch-size 1024 --train-iters 500 --seed 28 --init-method-std 0.008944 --lr "
+        "0.00011 --min-lr 0.000011 --lr-decay-style WSD --lr-warmup-iters 200 --lr-wsd-decay-style minus_sqrt "
+        "--lr-wsd-decay-iters 100 --bf16 --seq-length 4096 --reset-position-ids --reset-attention-mask "
+        "--eod-mask-loss --goldfish-loss --goldfish-k 50 --goldfish-h 50 --vocab-size 131072",
+        8_053_338_176,
+    ),
     "LUMI 71B": (
         16,
         f"--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 {LLAMA} --seq-length "
@@ -156,11 +170,13 @@ class Megatron:
             "norm_epsilon": 1e-5,
             "swiglu": "swiglu" in said,
             "squared_relu": "squared-relu" in said,
+            "xielu": "xielu" in said,
+            "qk_norm": "head" if "qk-layernorm" in said else "none",
             "add_bias_linear": "disable-bias-linear" not in said,
             "untie_embeddings_and_output_weights": "untie-embeddings-and-output-weights" in said,
             # bias_gelu in one kernel is its tanh form; without biases, or without that kernel, it is exact
             "openai_gelu": not {"disable-bias-linear", "no-bias-gelu-fusion"} & set(said)
-            or bool({"openai-gelu", "swiglu", "squared-relu"} & set(said)),
+            or bool({"openai-gelu", "swiglu", "squared-relu", "xielu"} & set(said)),
             "attention_dropout": self.number("attention-dropout", 0.1),
             "hidden_dropout": self.number("hidden-dropout", 0.1),
             "init_method_std": self.number("init-method-std", 0.02),
@@ -183,6 +199,7 @@ class Megatron:
         up = ffn * (2 if a.swiglu else 1)  # gate and value are one linear
         linears = ((h, q + 2 * kv), (q, h), (h, up), (ffn, h))
         layer = sum(into * out + bias * out for into, out in linears) + 2 * norm
+        layer += 2 * a.kv_channels * (a.qk_norm == "head") + 2 * a.xielu
         learned = a.position_embedding_type == "learned_absolute"
         positions = self.whole("max-position-embeddings") * h if learned else 0
         tables = self.vocabulary() * h * (1 + a.untie_embeddings_and_output_weights)

@@ -64,7 +64,6 @@ REFUSED = {
         *("--fp8-amax-history-len", "--fp8-amax-compute-algo"),
     ],
     (LLAMA3, "--context-parallel-size 2 --hybrid-context-parallel"): ["--hybrid-context-parallel"],
-    (LLAMA3, "--goldfish-loss --goldfish-k 50 --qk-layernorm --xielu"): ["--goldfish-loss", "--xielu"],
     (STARCODER, "--tokenizer-type TokenizerFromFileWithFIM"): ["TokenizerFromFileWithFIM"],
 }
 

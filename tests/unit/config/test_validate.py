@@ -49,6 +49,7 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
     -> --rotary-short-factor
 --goldfish-loss --goldfish-h 600 --seq-length 512 -> --goldfish-h 600; --seq-length 512; 512
 --squared-relu --swiglu -> --squared-relu; --swiglu
+--xielu --num-experts 4 -> --xielu; --num-experts; --squared-relu
 --pad-vocab-size-to 16 -> --pad-vocab-size-to 16; 100
 --pad-vocab-size-to 1001 --tensor-model-parallel-size 4
     -> --pad-vocab-size-to 1001; --tensor-model-parallel-size 4; 1000 or 1004

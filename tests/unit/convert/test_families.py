@@ -45,7 +45,7 @@ def round_trip(variant: str, root: Path) -> tuple[Path, Path, Path]:
 
 def same_bits(before: Folder, after: Folder) -> bool:
     return before.shapes == after.shapes and all(
-        torch.equal(before.tensor(name).view(torch.uint8), after.tensor(name).view(torch.uint8))
+        torch.equal(*(folder.tensor(name).view(-1).view(torch.uint8) for folder in (before, after)))
         for name in before.entries
     )
 

@@ -236,7 +236,7 @@ def test_names_units_and_sets(family, tied):
     assert replicated == {name for name, p in decoder.specs.items() if p.partial(2, sequence_parallel=True)}
     whole = {name for name, p in decoder.specs.items() if p.partial(2, sequence_parallel=False)}
     norms, shared = ("q_norm", "k_norm"), ("k_proj", "v_proj")  # of a rank's own heads, or of several
-    own = {"qwen3_next": (*norms, "attention.norm")}
+    own = {"qwen3_next": (*norms, "attention.norm"), "apertus": (*norms, "mlp.activation")}
     own |= {"qwen3": norms, "qwen3_moe": norms, "dots1": norms, "gemma3": norms, "falcon": shared}
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")

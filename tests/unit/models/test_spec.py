@@ -28,8 +28,8 @@ MIXTURES: list[dict[str, Any]] = [
     {"qk_norm": "head", "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True},
     {"position_embedding_type": "learned_absolute", "add_qkv_bias": True, "multi_latent_attention": False},
     {"transformer_block_type": "sandwich", "untie_embeddings_and_output_weights": False},
-    {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 24},
-    {"num_experts": 4, "add_bias_linear": False, "moe_layer_freq": (0, 1, 1, 0)}
+    {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 24, "xielu": False},
+    {"num_experts": 4, "add_bias_linear": False, "xielu": False, "moe_layer_freq": (0, 1, 1, 0)}
     | {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
 ]
 
