@@ -14,6 +14,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.layout import context_rules, outer_rules, pipeline_rules, wire_rules
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
+from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import model_spec
 from megazero.config.nearest import multiples_around
@@ -207,6 +208,25 @@ def _compiled(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _largest_scores(config: RunConfig) -> Iterator[str]:
+    """Report runs whose largest scores are not found, and norms that undo what scales queries and keys."""
+    flags = {"--qk-clip": config.optimizer.qk_clip}
+    flags["--log-max-attention-logit"] = config.logging.log_max_attention_logit
+    mixers = mixers_of(config.model)
+    for flag in (flag for flag, given in flags.items() if given):
+        if config.training.compile:
+            yield f"{flag} with --compile: compiled layers tell nobody their scores; leave one of them out"
+        if all(mixer.heads is None for mixer in mixers):
+            yield f"{flag}: no layer has attention; leave it out"
+    if config.optimizer.qk_clip and any(
+        "attention.k_norm.weight" in {p.name for p in mixer.parameters()} for mixer in mixers
+    ):
+        yield (
+            f"--qk-clip with --qk-norm {config.model.qk_norm}: norms of queries and keys undo what scales them, and "
+            "bound scores themselves; leave one of them out"
+        )
+
+
 def _loss_scale(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     least, first = precision.min_loss_scale, precision.initial_loss_scale
@@ -339,6 +359,7 @@ RULES: tuple[Rule, ...] = (
     _profiled_steps,
     _attention,
     _compiled,
+    _largest_scores,
     _loss_scale,
     _fp8,
     _implementations,

@@ -193,7 +193,7 @@ class Grid:
         return {axis.link: (axis.size - 1) * rows for axis, rows in zip(self.row_axes, held, strict=False)}
 
     def added_up(self, nbytes: int) -> dict[str, int]:
-        """Return the bytes that a rank sends where all ranks add up ``nbytes``, by link: of rings (Mesh.add_up)."""
+        """Return the bytes that a rank sends where all ranks add up ``nbytes``, by link: of rings (Mesh.combine)."""
         return {axis.link: 2 * (axis.size - 1) * nbytes // axis.size for axis in self.row_axes}
 
     def rank_of(self, pp: int, dp: int, tp: int, outer: int = 0) -> int:

@@ -194,11 +194,12 @@ class Mesh:
         return out
 
     @waiting
-    def add_up(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up integers of any shape over all ranks, in place: inside each node, then across nodes, and so on."""
+    def combine(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Add up integers of any shape over all ranks, or take the largest of numbers (MAX), in place: inside each
+        node, then across nodes, and so on."""
         for axis in reversed(self.row_axes):
             if axis.size > 1:
-                dist.all_reduce(x, group=axis.reduce_group)
+                dist.all_reduce(x, op, group=axis.reduce_group)
         return x
 
     @waiting

@@ -71,11 +71,6 @@ class ExpertBalance(StepPart):
         self.last: StepBalance | None = None
         decoder.balance_losses.scale = self._scale
 
-    @classmethod
-    def of(cls, engine: Engine) -> ExpertBalance | None:
-        """Return the one that takes part in the engine's steps, if its decoder has experts."""
-        return next((part for part in engine.parts if isinstance(part, cls)), None)
-
     def metrics(self) -> dict[str, Any]:
         """Return the last step's numbers for a line of metrics.jsonl."""
         assert self.last is not None
@@ -103,7 +98,7 @@ class ExpertBalance(StepPart):
         for i, balance in self.own.items():
             loads[self.numbers.index(i)] = balance.load
             values[self.numbers.index(i)] = balance.values
-        self.loads = self._added_up(loads)
+        self.loads = self.engine.combine(loads)
         values /= self.engine.micro_batches * self.mesh.batch_ranks
         fullest = self.loads.max(1).values * config.num_experts / self.loads.sum(1).double()
         row[:2] = values.mean(0)
@@ -111,13 +106,6 @@ class ExpertBalance(StepPart):
         row[2], row[3] = worst.values, worst.indices
         if self.each_layer:
             row[_COLUMNS:] = torch.cat([values, fullest.unsqueeze(1)], 1).flatten()
-
-    def _added_up(self, loads: torch.Tensor) -> torch.Tensor:
-        for link, sent in self.mesh.grid.added_up(loads.nbytes).items():
-            if sent:
-                self.engine.traffic.add("scalar", link, sent)
-        with self.engine.waits(self.engine.exchange_hop):
-            return self.mesh.add_up(loads)
 
     def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
         losses = [sum(column) for column in zip(*rows, strict=True)]
@@ -147,7 +135,7 @@ def memory_explained(engine: Engine) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        balance = ExpertBalance.of(engine)
+        balance = engine.part(ExpertBalance)
         if balance is None or balance.last is None:
             raise
         raise torch.OutOfMemoryError(

@@ -48,6 +48,7 @@ from megazero.pp.schedules import SCHEDULES
 from megazero.products import make_product
 from megazero.tp import DeferredGradients, TensorParallel
 from megazero.train.expert_balance import ExpertBalance, balance_losses
+from megazero.train.qk_clip import QKClip
 from megazero.train.schedule.learning_rate import DECOUPLED, FACTOR, UNDECAYED
 from megazero.zero.optimizer import OptimizerFactory
 
@@ -249,6 +250,9 @@ def shard_decoder(
     if config.model.num_experts is not None:
         rate, each = config.training.moe_router_bias_update_rate, config.logging.moe_per_layer_logging
         engine.join(ExpertBalance(decoder, engine, rate, each))
+    if config.optimizer.qk_clip or config.logging.log_max_attention_logit:
+        o = config.optimizer
+        engine.join(QKClip(decoder, engine, o.qk_clip_alpha, o.qk_clip_threshold if o.qk_clip else None))
     return engine
 
 

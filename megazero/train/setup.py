@@ -41,7 +41,7 @@ from megazero.train.callbacks.callback import Callback
 from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import ExpertReport, Prediction, RoundingWatch, StragglerWatch
+from megazero.train.callbacks.reports import PartReport, Prediction, RoundingWatch, StragglerWatch
 from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
@@ -56,6 +56,7 @@ from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
+from megazero.train.qk_clip import QKClip
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import RunLength, run_length
@@ -336,8 +337,9 @@ def _own_callbacks(config: RunConfig, launch: Launch, built: Built) -> Iterator[
     yield StragglerWatch(Stragglers.of(engine.mesh, launch.host))
     yield RoundingWatch(engine.policy.codecs)
     yield Profiler(config, built.decoder, engine, built.pipeline, built.bill)
-    if balance := ExpertBalance.of(engine):
-        yield ExpertReport(balance)
+    for part in (engine.part(ExpertBalance), engine.part(QKClip)):
+        if part is not None:
+            yield PartReport(part)
     if built.forecast:
         yield Prediction(built.forecast)
     if config.skipping.stop_on_spike:

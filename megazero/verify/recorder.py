@@ -147,7 +147,7 @@ class Recorder(StepPart):
                 for kept, chosen in ((step.routing, decision.experts), (step.plain, decision.plain)):
                     if chosen is not None:
                         kept[layer, m] = chosen.unflatten(0, (-1, len(batch.tokens))).numpy().copy()
-        if part := ExpertBalance.of(engine):
+        if part := engine.part(ExpertBalance):
             step.balance, step.loads = part.last, part.loads.numpy().copy()
         if engine.outer is not None:
             (updated, before), (gone_on, after) = self._met, self._masters_and_anchors()

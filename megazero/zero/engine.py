@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megazero.comm.hops import Traffic
@@ -42,6 +43,7 @@ from megazero.zero.scalars import StepInfo, StepPart, StepScalars
 from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 
+Part = TypeVar("Part", bound=StepPart)
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
 
 
@@ -179,6 +181,26 @@ class Engine:
         for lane in part.lanes:
             lane.overdue = self.agreement.check
             self.hooks.lanes.append(lane)
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return the part of this class that takes part in every step, if there is one."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    def combine(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Combine numbers over all ranks as ``Mesh.combine``, as a part of the exchange of a step. Collective."""
+        for link, sent in self.mesh.grid.added_up(x.nbytes).items():
+            if sent:
+                self.traffic.add("scalar", link, sent)
+        with self.waits(self.exchange_hop):
+            return self.mesh.combine(x, op)
+
+    def scale_rows(self, name: str, factors: torch.Tensor) -> None:
+        """Multiply a parameter by ``factors`` of its rows on this rank, in the master weights. For parts of a step,
+        when it was updated: every rank that holds a part of these rows gives the same factors."""
+        for unit in self.units:
+            if name in unit.slots:
+                unit.master.scale_rows(name, factors)
+                unit.weights.outdate()
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the whole gradient of every trained parameter, between the last backward and step().

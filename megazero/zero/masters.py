@@ -26,6 +26,13 @@ class Master:
         for slot, low, high, at in layout.ranges(level):
             self.value[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
 
+    def scale_rows(self, name: str, factors: torch.Tensor) -> None:
+        """Multiply what it has of a parameter by ``factors``, one for each of its rows. Copies are behind it then."""
+        for slot, low, high, at in self.slice.layout.ranges(self.slice.level):
+            if slot.name == name:
+                rows = torch.arange(low, high, device=factors.device) // (slot.numel // slot.shape[0])
+                self.value[at : at + high - low].mul_(factors[rows])
+
     def changed(self) -> None:
         """Note that the value has changed: every copy is behind it."""
         self.version += 1

@@ -233,6 +233,20 @@ class OptimizerConfig:
         "dtype in which matrices are moved and iterated: medium is bfloat16, high is the master weights'",
         choices=("medium", "high"),
     )
+    qk_clip: bool = option(
+        False,
+        "where a step had larger scores of attention than --qk-clip-threshold, what makes their queries and keys is "
+        "scaled down after its update (Kimi K2)",
+        small=SHORT,
+    )
+    qk_clip_threshold: float = option(100.0, "bound of scores of attention", above=0, needs="qk_clip")
+    qk_clip_alpha: float = option(
+        0.5,
+        "power of the factor of scores that queries take; keys take the rest",
+        low=0,
+        high=1,
+        needs="qk_clip",
+    )
     clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
 
     @property

@@ -742,6 +742,9 @@ class LoggingConfig:
 
     log_interval: int = option(100, "iterations between console lines; figures are means over them", low=1)
     log_dir: str = option("logs", "folder of metrics.jsonl, events.jsonl and the resolved configuration")
+    log_max_attention_logit: bool = option(
+        False, "the largest score of attention of every step in its line, as with --qk-clip", small=SHORT
+    )
     moe_per_layer_logging: bool = option(False, "balance of experts of each layer in every line, too")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project (default: none, and nothing is sent)")

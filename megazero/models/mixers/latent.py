@@ -13,6 +13,7 @@ from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel, gather, swap, swap_back
 from megazero.models.attention import attend
 from megazero.models.dropout import Key
+from megazero.models.largest_scores import LargestScores
 from megazero.models.layer import recomputed
 from megazero.models.norm import make_norm, normed
 from megazero.models.positions import LayerTables
@@ -29,6 +30,8 @@ class LatentAttention(nn.Module):
 
         latent   [s, b, kv_lora_rank + qk_pos_emb_head_dim], the normed latent and the key's channels with positions
     """
+
+    largest: LargestScores | None = None  # of a run that asks for them
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, cp: ContextParallel, recompute: str, **factory: Any
@@ -87,6 +90,8 @@ class LatentAttention(nn.Module):
             q, latent = self._turned(q, tables.rotary), self._turned(latent, tables.rotary)
         q, latent = swap((q, latent), self.cp)
         k, v = self._keys_and_values(*gather((latent,), self.cp))
+        if self.largest is not None:
+            self.largest.take(q, k, tables.attention.masking)
         out = attend(q, k, v, tables.attention, self.config.attention_dropout, key)
         return swap_back(out, self.cp).flatten(2)
 

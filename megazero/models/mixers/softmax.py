@@ -11,6 +11,7 @@ from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel, gather, swap, swap_back
 from megazero.models.attention import attend
 from megazero.models.dropout import Key
+from megazero.models.largest_scores import LargestScores
 from megazero.models.layer import recomputed
 from megazero.models.norm import RMSNorm, make_norm, normed, split_rms_norm
 from megazero.models.positions import LayerTables
@@ -24,6 +25,8 @@ class SoftmaxAttention(nn.Module):
     With fewer key/value heads than ranks, neighbouring ranks hold the one that their query heads share. Each of the
     cp ranks attends to whole samples with its share of these heads, and of the queries.
     """
+
+    largest: LargestScores | None = None  # of a run that asks for them
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, cp: ContextParallel, recompute: str, **factory: Any
@@ -74,6 +77,8 @@ class SoftmaxAttention(nn.Module):
             q, k = (Rotate.apply(x, *tables.rotary, self.config.rotary_interleaved) for x in (q, k))
         q, k, v = swap((q, k, v), self.cp)
         k, v = gather((k, v), self.cp)
+        if self.largest is not None:
+            self.largest.take(q, k, tables.attention.masking)
         out = attend(
             q, k, v, tables.attention, self.config.attention_dropout, key, self._own_sinks(q.shape[2])
         )

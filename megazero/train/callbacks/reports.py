@@ -13,6 +13,7 @@ from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast
+from megazero.train.qk_clip import QKClip
 from megazero.zero.rounding import GRADIENTS
 
 STEP_TIMES = 1000  # of the latest iterations
@@ -49,14 +50,14 @@ class RoundingWatch(Callback):
             self.run.warn(line)
 
 
-class ExpertReport(Callback):
-    """Adds the balance of experts to the iteration's line."""
+class PartReport(Callback):
+    """Adds what a part of the step has found to the iteration's line: the balance of experts, the largest score."""
 
-    def __init__(self, balance: ExpertBalance) -> None:
-        self.balance = balance
+    def __init__(self, part: ExpertBalance | QKClip) -> None:
+        self.part = part
 
     def after_step(self, step: TrainedStep) -> dict[str, Any]:
-        return self.balance.metrics()
+        return self.part.metrics()
 
 
 class Prediction(Callback):

@@ -83,8 +83,8 @@ RUNS: dict[str, tuple[int, str, int | None]] = {
         "--hidden-dropout 0.0 --disable-bias-linear --weight-decay 0.1 --clip-grad 0.1 --optimizer ademamix "
         "--ademamix-alpha 8 --ademamix-beta3 0.9999 --ademamix-beta3-warmup 100000 --ademamix-alpha-warmup 100000 "
         "--micro-batch-size 2 --global-batch-size 1024 --train-iters 500 --seed 28 --init-method-std 0.008944 --lr "
-        "0.00011 --min-lr 0.000011 --lr-decay-style WSD --lr-warmup-iters 200 --lr-wsd-decay-style minus_sqrt "
-        "--lr-wsd-decay-iters 100 --bf16 --seq-length 4096 --reset-position-ids --reset-attention-mask "
+        "0.00011 --min-lr 0.000011 --lr-decay-style cosine --lr-warmup-iters 200 "
+        "--bf16 --seq-length 4096 --reset-position-ids --reset-attention-mask "
         "--eod-mask-loss --goldfish-loss --goldfish-k 50 --goldfish-h 50 --vocab-size 131072",
         8_053_338_176,
     ),

@@ -49,6 +49,10 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
     -> --rotary-short-factor
 --goldfish-loss --goldfish-h 600 --seq-length 512 -> --goldfish-h 600; --seq-length 512; 512
 --squared-relu --swiglu -> --squared-relu; --swiglu
+--qk-clip --qk-norm head -> --qk-clip; --qk-norm head
+--qk-clip --compile -> --qk-clip; --compile
+--log-max-attention-logit --compile -> --log-max-attention-logit; --compile
+--qk-clip --qk-clip-alpha 1.5 -> --qk-clip-alpha 1.5; 1
 --xielu --num-experts 4 -> --xielu; --num-experts; --squared-relu
 --pad-vocab-size-to 16 -> --pad-vocab-size-to 16; 100
 --pad-vocab-size-to 1001 --tensor-model-parallel-size 4
@@ -318,6 +322,8 @@ NOTED = """
 --sgd-momentum 0.5 -> --sgd-momentum 0.5; --optimizer
 --lion-beta1 0.8 -> --lion-beta1 0.8; --optimizer
 --lion-beta2 0.5 --optimizer sgd -> --lion-beta2 0.5; --optimizer
+--qk-clip-threshold 50 -> --qk-clip-threshold 50; --qk-clip
+--qk-clip-alpha 0.3 -> --qk-clip-alpha 0.3; --qk-clip
 --goldfish-k 4 -> --goldfish-k 4; --goldfish-loss
 --goldfish-h 13 -> --goldfish-h 13; --goldfish-loss
 --ademamix-alpha 8 -> --ademamix-alpha 8; --optimizer

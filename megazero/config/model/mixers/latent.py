@@ -124,6 +124,17 @@ class Latent(Mixer):
         if self.c.qk_norm != "none":
             yield from norm(self.c, f"attention.{name}_latent_norm", rank)
 
+    def score_rows(self, alpha: float) -> Mapping[str, tuple[tuple[int, float], ...]]:
+        """All heads share the key's channels with positions, which stay; their factor is the query's."""
+        c = self.c
+        return {
+            f"attention.q_{'full' if c.q_lora_rank is None else 'up'}_proj": (
+                (c.qk_head_dim, alpha),
+                (c.qk_pos_emb_head_dim, 1.0),
+            ),
+            "attention.kv_up_proj": ((c.qk_head_dim, 1 - alpha), (c.v_head_dim, 0.0)),
+        }
+
     @property
     def heads(self) -> Heads:
         c, width = self.c, self.c.qk_head_dim + self.c.qk_pos_emb_head_dim

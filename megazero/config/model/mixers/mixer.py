@@ -117,6 +117,11 @@ class Mixer(ABC):
         """Return, by flag, what tensor-parallel ranks share evenly, and then those that swap heads; and of what
         several of these ranks hold copies where they are more."""
 
+    def score_rows(self, alpha: float) -> Mapping[str, tuple[tuple[int, float], ...]]:
+        """Return, by linear that makes scores, the parts of each of its heads: how many rows, and the power that they
+        take of a factor of the scores (--qk-clip). alpha: that of queries; of keys it is 1 - alpha."""
+        return {}
+
     def exchanged(self, tp: int, ranks: int) -> Exchanged:
         """Return what a rank exchanges if ``tp`` share the heads, and then ``ranks`` swap them for sequence."""
         heads = self.heads

@@ -143,6 +143,11 @@ class Softmax(Mixer):
                 parameters += norm(c, name, rows, 0, count)
         return tuple(parameters)
 
+    def score_rows(self, alpha: float) -> Mapping[str, tuple[tuple[int, float], ...]]:
+        width = self.c.kv_channels
+        gate = ((width, 0.0),) if self.c.attention_output_gate else ()
+        return {"attention.q_proj": ((width, alpha), *gate), "attention.k_proj": ((width, 1 - alpha),)}
+
     @property
     def heads(self) -> Heads:
         c, width = self.c, self.c.kv_channels
