@@ -23,6 +23,10 @@ class LargestScores:
             found = largest_scores(q.detach(), k.detach(), masking)
             self.value = found if self.value is None else torch.maximum(self.value, found)
 
+    def clear(self) -> None:
+        """Begin a step."""
+        self.value = None
+
 
 @torch.no_grad()
 def largest_scores(q: Tensor, k: Tensor, masking: Masking) -> Tensor:

@@ -163,7 +163,10 @@ def traits_of(p: ParameterSpec, config: RunConfig) -> zero.Traits:
     """Return the traits of a parameter, but for what of it is padding."""
     tp, sequence_parallel = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
     undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
-    options = undecayed if p.vector else ()
+    decayed = config.optimizer.apply_wd_to_qk_layernorm and p.name.startswith(
+        ("attention.q_norm.", "attention.k_norm.")
+    )
+    options = undecayed if p.vector and not decayed else ()
     if own := own_rates(p, config):
         decoupled = p.vocabulary and config.optimizer.decoupled_lr is not None
         mark = (DECOUPLED, True) if decoupled else (FACTOR, own["lr"] / config.optimizer.lr)

@@ -67,7 +67,7 @@ class QKClip(StepPart):
 
     def aborted(self) -> None:
         for largest in self.own.values():
-            largest.value = None
+            largest.clear()
 
     def _clip(self, layer: int, largest: torch.Tensor, threshold: float) -> None:
         """Scale the rows of a layer's linears. largest: of each head of all ranks, [heads]."""

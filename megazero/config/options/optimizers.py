@@ -198,6 +198,11 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
     lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
     weight_decay: float = option(0.01, "weight decay, decoupled but in sgd; not of norms and biases", low=0)
+    apply_wd_to_qk_layernorm: bool = option(
+        False,
+        "weight decay of the norms of queries and keys, too (Qwen3-Next)",
+        needs="qk_norm = head|all-heads",
+    )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)

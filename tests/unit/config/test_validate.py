@@ -322,6 +322,7 @@ NOTED = """
 --sgd-momentum 0.5 -> --sgd-momentum 0.5; --optimizer
 --lion-beta1 0.8 -> --lion-beta1 0.8; --optimizer
 --lion-beta2 0.5 --optimizer sgd -> --lion-beta2 0.5; --optimizer
+--apply-wd-to-qk-layernorm -> --apply-wd-to-qk-layernorm; --qk-norm
 --qk-clip-threshold 50 -> --qk-clip-threshold 50; --qk-clip
 --qk-clip-alpha 0.3 -> --qk-clip-alpha 0.3; --qk-clip
 --goldfish-k 4 -> --goldfish-k 4; --goldfish-loss

@@ -59,6 +59,15 @@ def test_rates(
         assert options.get(FACTOR, 1.0) == (1.0 if wanted.get("lr") == 1.0 else wanted.get("lr", 1e-2) / 1e-2)
 
 
+@pytest.mark.parametrize("decayed", [False, True])
+def test_norms_of_queries_and_keys_decay_where_they_are_asked_to(decayed: bool) -> None:
+    config = make_config({**TINY, "qk_norm": "head", "apply_wd_to_qk_layernorm": decayed})
+    vectors = [p for p in model_spec(config.model).parameters.values() if p.vector]
+    found = {p.name: "weight_decay" not in dict(traits_of(p, config).options) for p in vectors}
+    norms = {"attention.q_norm.weight", "attention.k_norm.weight"}
+    assert found == {name: decayed and name in norms for name in found} and norms < found.keys()
+
+
 def test_a_multiple_of_a_rate_has_another_peak_and_minimum() -> None:
     plain = LearningRate(peak=1.0, minimum=0.5, warmup=4, warmup_init=0.25, decay=12)
     times = [plain.times(0.5)(consumed) for consumed in (0, 2, 4, 8, 12, 20)]
