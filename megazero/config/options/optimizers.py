@@ -201,6 +201,7 @@ class OptimizerConfig:
     apply_wd_to_qk_layernorm: bool = option(
         False,
         "weight decay of the norms of queries and keys, too (Qwen3-Next)",
+        small=SHORT,
         needs="qk_norm = head|all-heads",
     )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
