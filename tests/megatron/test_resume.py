@@ -51,7 +51,7 @@ def legs(case: Case, formats: Sequence[Formats | None], folder: Path, saves: boo
 
 
 def save(job: Job, folder: Path, **more: Any) -> None:
-    """Save as megatron's save_checkpoint: all parameters gathered, the optimizer's in buckets, and what is ``more``."""
+    """Save as megatron's save_checkpoint: all parameters gathered, the optimizer's in buckets, and ``more``."""
     job.sync()
     write({**state(job, is_loading=False), **more}, folder)
 
