@@ -183,9 +183,11 @@ def gradients_check(
     allowed = dict.fromkeys(every[0], limit)
     if above and rounding:
         allowed |= {name: max(limit, 2 * error) for name, error in rounding().items() if name in above}
-    excess = [(e / allowed[name], f"{name}, step {step}", allowed[name]) for e, name, step in found]
-    times, where, least = max((math.inf if math.isnan(x) else x, *more) for x, *more in excess)
-    return Check("gradients", f"{times * least:.2e}", f"{least:.3g}", times <= 1, where)
+    times = [math.inf if math.isnan(e) else e / allowed[name] for e, name, _ in found]
+    error, name, step = found[times.index(max(times))]
+    own = f"; with limits of their own: {', '.join(sorted(above))}" if above and rounding else ""
+    where = f"{name}, step {step}{own}"
+    return Check("gradients", f"{error:.2e}", f"{allowed[name]:.3g}", error <= allowed[name], where)
 
 
 def _dtype(config: RunConfig) -> str:

@@ -31,7 +31,8 @@ def test_a_fault_is_seen_among_parts_that_cancel() -> None:
 
     assert relative_errors(got, want)[BIAS] > 1e-5 and judged(got)[0]
     got[BIAS][0] += 1e-9 * global_norm(want)
-    assert judged(got) == (False, f"{BIAS}, step 1")
+    good, where = judged(got)
+    assert not good and where.startswith(f"{BIAS}, step 1; ")
 
 
 def test_what_one_rank_has_is_asked_for_only_where_it_decides() -> None:
@@ -41,9 +42,10 @@ def test_what_one_rank_has_is_asked_for_only_where_it_decides() -> None:
         )
         return found.good, found.limit, found.where
 
-    assert check(1.3e-6, 1.1e-6) == (True, "1e-06", "b, step 1")
-    assert check(2.1e-6, 1.1e-6) == (True, "2.2e-06", "a, step 2")
-    assert check(1.3e-6, 1e-7) == check(1.3e-6, math.nan) == (False, "1e-06", "a, step 2")
-    assert check(math.nan, 1.1e-6) == (False, "2.2e-06", "a, step 2")
+    own = "; with limits of their own: a"
+    assert check(1.3e-6, 1.1e-6) == (True, "1e-06", f"b, step 1{own}")
+    assert check(2.1e-6, 1.1e-6) == (True, "2.2e-06", f"a, step 2{own}")
+    assert check(1.3e-6, 1e-7) == check(1.3e-6, math.nan) == (False, "1e-06", f"a, step 2{own}")
+    assert check(math.nan, 1.1e-6) == (False, "2.2e-06", f"a, step 2{own}")
     assert not gradients_check([{"a": 1.1e-10}], 1e-10, None).good
     assert gradients_check([{"a": 9e-7}], 1e-6, lambda: pytest.fail("asked")).good
