@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -30,21 +30,14 @@ CLIP = 1.0
 def llama(sizes: Any) -> ModelConfig:
     """Return the model section of a Llama. sizes: has layers, hidden, ffn, heads, vocabulary and sequence, the
     longest.
-    If it has experts, each is as wide as ffn, and a token goes to ``topk``."""
+    If it has experts, each is as wide as ffn, and a token goes to ``topk``. more: options of another family."""
     count, topk = getattr(sizes, "experts", 0), getattr(sizes, "topk", 2)
     experts = (
         {"num_experts": count, "moe_ffn_hidden_size": sizes.ffn, "moe_router_topk": topk} if count else {}
     )
-    return make_model(
-        **experts,
-        model_family="llama",
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        ffn_hidden_size=sizes.ffn,
-        num_attention_heads=sizes.heads,
-        vocab_size=sizes.vocabulary,
-        max_position_embeddings=sizes.sequence,
-    )
+    own = {name: value for name, value in options_of(sizes).items() if name != "seq_length"}
+    longest = {"max_position_embeddings": sizes.sequence}
+    return make_model(**{**own, **experts, **longest, **getattr(sizes, "more", {})})
 
 
 def options_of(sizes: Any) -> dict[str, Any]:
@@ -73,6 +66,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     experts: int = 0
     topk: int = 2
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

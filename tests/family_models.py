@@ -303,14 +303,19 @@ def spelled(values: dict[str, Any]) -> dict[str, Any]:
     return {**others, **fields, "rope_scaling": scaling}
 
 
+def head_of(variant: str) -> str:
+    """The name of transformers' class of a variant."""
+    family = VARIANTS[variant][0].removesuffix("Text")
+    return "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+
+
 def make(variant: str, **changes: Any) -> Any:
     """transformers' model of a variant, with random weights."""
     family, values = VARIANTS[variant]
     config = getattr(transformers, f"{family}Config")(**spelled({**values, **changes}))
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # which takes fp64, as transformers' grouped products do not
-    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
-    model = getattr(transformers, head)(config)
+    model = getattr(transformers, head_of(variant))(config)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # else a state forgets at once, and gradients of decays vanish
             parameter.data -= 4

@@ -5,6 +5,7 @@
     python -m benchmarks.links.comparison --heats outer --rates 50mbit 200mbit --micro-batches 1 --out runs/outer
 
     python -m benchmarks.links.comparison --heats experts --rates 200mbit 1gbit --micro-batches 1 --out runs/experts
+    python -m benchmarks.links.comparison --heats "latent experts" --rates 200mbit --micro-batches 1 --out runs/latent
     python -m benchmarks.links.comparison --heats pipelines --micro-batches 4 --out runs/pipelines
 
 Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, sequence 128, micro-batch 1) with bf16
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.links import pipelines
 from benchmarks.links.comparison_report import byte_lines, tables
-from benchmarks.links.contestants import CONTESTANTS, EXPERTS, HEATS, PAGE_HEATS, Running, absent
+from benchmarks.links.contestants import CONTESTANTS, EXPERTS, HEATS, LATENT, PAGE_HEATS, Running, absent
 from benchmarks.links.volume import Case
 from benchmarks.results import data_of
 from benchmarks.steps import Shape, decoder
@@ -131,12 +132,16 @@ def compare(heat: str, names: list[str], micro_batches: int, asked: dict[str, An
 
 def shape_of(micro_batches: int, heat: str = "") -> Shape:
     """Return what a heat trains: that of EXPERTS a mixture of 16 experts of which a token takes two, 31M parameters,
-    5M of them for a token."""
+    5M of them for a token; that of LATENT the same as DeepSeek-V3 is built, behind a dense layer."""
     if heat == "pipelines":
         return replace(pipelines.SHAPE, micro_batches=micro_batches)
     one = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
     mixture = {"layers": 6, "hidden": 192, "ffn": 512, "vocabulary": 2048, "experts": 16}
-    return replace(one, **mixture) if heat == EXPERTS else one
+    latent = {"model_family": "deepseek_v3", "q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 32}
+    latent |= {"qk_pos_emb_head_dim": 16, "v_head_dim": 32, "moe_shared_expert_intermediate_size": 512}
+    latent |= {"moe_layer_freq": (0, 1, 1, 1, 1, 1), "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    more = {EXPERTS: mixture, LATENT: {**mixture, "more": latent}}
+    return replace(one, **more.get(heat, {}))
 
 
 def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:

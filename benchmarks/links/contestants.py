@@ -62,6 +62,7 @@ MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
 PLAIN = replace(MIXED, zero_gradient_transform="none")
 DELTA, INT8 = asked_for(PLAIN), asked_for(replace(PLAIN, zero_quantized_weights_delta=False))
 EXPERTS = "experts"  # the heat that trains a mixture
+LATENT = "latent experts"  # one like DeepSeek-V3
 INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
 
@@ -408,6 +409,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "megazero zeropp EP": configured(shared=True),
     "megazero zeropp TP": configured(tp=2),
     "megazero hpz EP": megazero("hpz", shared=True),
+    "megazero zeropp Hadamard EP": megazero("zeropp", asked_for(MIXED), shared=True),
     "FSDP2": fsdp2(),
     "FSDP2 EP": fsdp2_experts(),
     "FSDP2 once": fsdp2(once=True),
@@ -449,6 +451,10 @@ HEATS = {
     ),
     EXPERTS: (
         *("megazero zeropp as a run", "megazero zeropp EP", "megazero zeropp TP", "megazero hpz EP"),
+        *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
+    ),
+    LATENT: (
+        *("megazero zeropp Hadamard", "megazero zeropp Hadamard EP", "megazero hpz EP"),
         *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
     ),
     "outer": (

@@ -75,9 +75,11 @@ def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
     a node (so that exact gradients cross nodes as fp32 sums)."""
     p, g, os = (factor > case.ranks_per_node for factor in shards)  # crosses nodes
     weights = bytes_per_element(codecs.weights, BF16, case)
-    # Nobody in the node adds to the gradient of shared experts, so what crosses with one micro-batch is no sum.
-    plain = case.experts / case.elements if case.micro_batches == 1 or g else 0.0
-    gradients = bytes_per_element(codecs.gradients.get(INTER), FP32 + (BF16 - FP32) * plain, case)
+    codec = codecs.gradients.get(INTER)
+    # Nobody in the node adds to the gradient of shared experts, so what crosses with one micro-batch is no sum. Coded
+    # messages have no experts among what they leave exact.
+    plain = case.experts / case.elements if codec is None and (case.micro_batches == 1 or g) else 0.0
+    gradients = bytes_per_element(codec, FP32 + (BF16 - FP32) * plain, case)
     n, m, (first, last) = case.elements, case.micro_batches, case.ends
     gathered = 2 * m * n - m * last - (m - 1) * first if p else n if os else 0
     reduced = m * n if g else n if os else 2 * n

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -127,10 +128,9 @@ def _evidence(
     assembler: Assembler, records: Sequence[RankRecord], reference: Reference, curve: Curve
 ) -> Evidence:
     """Compare what one replica's ranks had in each step with what one rank computes at their masters."""
-    dtype, rotary = _products(assembler.config), assembler.config.model.position_embedding_type == "rope"
-    whole = assembler.one_rank
-    noisy = [] if rotary or dtype == "fp64" else [name for name in whole if name.endswith("k_proj.bias")]
-    errors, norms, regrets = (list[tuple[float, str]]() for _ in range(3))
+    dtype = _products(assembler.config)
+    norms, regrets = list[tuple[float, str]](), list[tuple[float, str]]()
+    errors = list[dict[str, float]]()
     initial, stale, crossed, faults = (list[str]() for _ in range(4))
     every_masters, every_got, balance = list[FullTensors](), list[FullTensors](), list[tuple[float, float]]()
     for step in range(len(records[0].steps)):
@@ -140,7 +140,7 @@ def _evidence(
         want = reference.gradients(masters.whole, step)
         if step == 0:
             initial = [n for n, w in curve.initial.items() if not np.array_equal(masters.whole[n], w)]
-        errors += [(e, f"{n}, {at}") for n, e in relative_errors(got.whole, want, noisy).items()]
+        errors.append(relative_errors(got.whole, want))
         norms += [(_relative(s.norm, global_norm(want)), at) for s in own]
         regrets.append((reference.regret, at))
         balance.append(reference.balance)
@@ -151,9 +151,10 @@ def _evidence(
         every_masters.append(masters)
         every_got.append(got)
     losses = [step_loss(records, step) for step in range(len(records[0].steps))]
+    rounding = partial(reference.rounding, [masters.whole for masters in every_masters])
     checks = [
         _none("initial weights", initial, "parameters: that differ from one rank's"),
-        _worst("gradients", errors, GRADIENT[dtype]),
+        gradients_check(errors, GRADIENT[dtype], rounding if dtype != "fp64" else None),
         _worst("gradient norm", norms, LOSS[dtype]),
         _worst("loss curve", _apart(losses, curve.losses), LOSS[dtype]),
         _none("weights in use", stale, "steps: whose forwards read other weights than the masters"),
@@ -168,6 +169,25 @@ def _evidence(
         # Every token went to its best experts, as far as rounding lets one tell.
         checks.append(_worst("routing", regrets, ROUTING[dtype]))
     return Evidence(records, reference, losses, balance, checks)
+
+
+def gradients_check(
+    every: Sequence[Mapping[str, float]], limit: float, rounding: Callable[[], Mapping[str, float]] | None
+) -> Check:
+    """Check the errors of every step by parameter. Where one is above the limit, twice what one rank has counts.
+
+    rounding: returns that of each parameter; None: nothing is above the limit. It is asked only if it decides.
+    """
+    found = [(e, name, step) for step, own in enumerate(every, 1) for name, e in own.items()]
+    above = {name for e, name, _ in found if not e <= limit}  # NaN is
+    allowed = dict.fromkeys(every[0], limit)
+    if above and rounding:
+        allowed |= {name: max(limit, 2 * error) for name, error in rounding().items() if name in above}
+    times = [math.inf if math.isnan(e) else e / allowed[name] for e, name, _ in found]
+    error, name, step = found[times.index(max(times))]
+    own = f"; with limits of their own: {', '.join(sorted(above))}" if above and rounding else ""
+    where = f"{name}, step {step}{own}"
+    return Check("gradients", f"{error:.2e}", f"{allowed[name]:.3g}", error <= allowed[name], where)
 
 
 def _dtype(config: RunConfig) -> str:

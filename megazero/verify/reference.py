@@ -28,9 +28,7 @@ from megazero.train.parallelize import MicroBatch, is_matrix, optimizer_factory,
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
 from megazero.zero.by_matrix import MATRIX
 
-# Smallest norm that counts, as a share of the global norm. A key bias without rotary positions shifts all scores of a
-# query alike: its gradient is noise of 1e-10 to 1e-9 of the global norm in fp32, on one rank as on many.
-FLOOR, FLOOR_OF_NOISE = 1e-6, 1e-2
+FLOOR = 1e-6  # smallest norm that counts, as a share of the global norm
 Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
 
 
@@ -50,13 +48,16 @@ class Reference:
     how much a score that was so taken was at most below the k-th largest of its token, in the last ``gradients``.
     """
 
-    def __init__(self, config: RunConfig, data_parallel: int, replica: int = 0, replicas: int = 1) -> None:
-        self.config, self.data_parallel, self.replica, self.replicas = (
-            config,
-            data_parallel,
-            replica,
-            replicas,
-        )
+    def __init__(
+        self,
+        config: RunConfig,
+        data_parallel: int,
+        replica: int = 0,
+        replicas: int = 1,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.config, self.data_parallel = config, data_parallel
+        self.replica, self.replicas = replica, replicas
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         product = make_product(config.precision.product, **config.precision.product_options)
         self.decoder = Decoder(
@@ -64,7 +65,7 @@ class Reference:
             TensorParallel(product=product),
             z_loss=config.training.z_loss_strength,
             balance=balance_losses(config, together=data_parallel // replicas),
-            dtype=torch.float64,
+            dtype=dtype,
         )
         self.decoder.initialize(config.training.seed)
         self.routed: Sequence[Mapping[int, np.ndarray]] = ()
@@ -122,6 +123,19 @@ class Reference:
         self._backward(step)
         return _arrays({n: p.grad for n, p in self.decoder.named_parameters() if p.grad is not None})
 
+    def rounding(self, every: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+        """Return how far one rank of fp32 is from the gradients here, in the worst step of each parameter.
+
+        every: the weights of each step. A gradient whose parts nearly cancel is as far on one rank as on many.
+        """
+        coarse = Reference(self.config, self.data_parallel, self.replica, self.replicas, torch.float32)
+        coarse.routed, coarse.plain = self.routed, self.plain
+        worst: dict[str, float] = {}
+        for step, weights in enumerate(every):
+            own = relative_errors(coarse.gradients(weights, step), self.gradients(weights, step))
+            worst = {name: max(error, worst.get(name, 0.0)) for name, error in own.items()}
+        return worst
+
     def _backward(self, step: int) -> float:
         batch = tokens_of(self.config, step, self._sizes[step])
         tokens, labels, mask = (each[self._rows(step)] for each in batch)
@@ -132,8 +146,10 @@ class Reference:
         decisions = {n: Decision(experts) for n, experts in _chosen(self.routed, step).items()}
         for n, experts in _chosen(self.plain, step).items():
             decisions[n].plain = experts
+        count = mask.sum()
+        self.decoder.balance_losses.scale = count.item
         losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
-        total, count = losses.sum(), mask.sum()
+        total = losses.sum()
         total.backward()  # as ranks begin, since fp8 rounds a multiple otherwise
         for p in self.decoder.parameters():
             if p.grad is not None:
@@ -275,14 +291,10 @@ def global_norm(gradients: Mapping[str, np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(g**2) for g in gradients.values())))
 
 
-def relative_errors(got: Tensors, want: Tensors, noisy: Sequence[str]) -> dict[str, float]:
-    """Return ||difference|| / max(||g||, floor x global norm) of each parameter.
-
-    noisy: parameters whose exact gradient is zero, so that the computed one is rounding noise.
-    """
-    total = global_norm(want)
+def relative_errors(got: Tensors, want: Tensors) -> dict[str, float]:
+    """Return ||difference|| / max(||g||, FLOOR x global norm) of each parameter."""
+    least = FLOOR * global_norm(want)
     return {
-        name: float(np.linalg.norm(got[name] - g))
-        / max(float(np.linalg.norm(g)), (FLOOR_OF_NOISE if name in noisy else FLOOR) * total)
+        name: float(np.linalg.norm(got[name] - g)) / max(float(np.linalg.norm(g)), least)
         for name, g in want.items()
     }

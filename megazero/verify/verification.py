@@ -146,7 +146,8 @@ class _Runs:
         dtype = self.exact_config.precision.params_dtype
         title = (
             f"{dtype}, every message exact, {self.steps} steps, against one rank of plain torch in fp64. Gradients: "
-            "worst ||difference|| / max(||g||, 1e-6 of the global norm) of a parameter"
+            "worst ||difference|| / max(||g||, 1e-6 of the global norm) of a parameter. "
+            "If it is above the limit, twice what one fp32 rank has of the parameter is allowed"
         )
         number, count = seen.reference.replica, seen.reference.replicas
         name = "Pass 1, exact" + (f", replica {number}" if count > 1 else "")

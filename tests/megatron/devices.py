@@ -88,6 +88,12 @@ def _all_to_all_single(*args: Any, exchange: Any = dist.all_to_all_single, **kwa
     )
 
 
+def _fresh(reduce: Any) -> Any:
+    """Return what a reduction does as a tensor of its own: experts add their biases to it in place, which autograd
+    refuses of an input that comes back as it is."""
+    return lambda x, *group: reduce(x, *group).clone()
+
+
 def _of_torch() -> dict[str, Any]:
     """Return the names of torch.cuda that megatron-core uses, as those of the CPU."""
     stream = _Stream()
@@ -111,6 +117,7 @@ def _of_megatron() -> list[tuple[Any, str, Any]]:
     """Import megatron-core and return the names to replace in its modules, wherever it runs."""
     from megatron.core import dist_checkpointing, distributed, optimizer, pipeline_parallel  # noqa: F401
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: F401
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils
 
@@ -118,6 +125,7 @@ def _of_megatron() -> list[tuple[Any, str, Any]]:
         (torch_norm.WrappedTorchNorm, "__new__", lambda _, *args, **kwargs: _torch_norm(*args, **kwargs)),
         # without TransformerEngine the router asks for a name that is not there
         (moe_utils, "te_general_gemm", None),
+        (mappings, "_reduce", _fresh(mappings._reduce)),
     ]
 
 
@@ -137,6 +145,7 @@ def megatron_on_card() -> Iterator[None]:
     """Let megatron-core run uncompiled, and without what TransformerEngine brings, for the time of the block."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         # At its import, megatron-core asks torch.compile for every function that it might fuse: 10 s of imports.
         first = "megatron.core" not in sys.modules
         with mock.patch.object(torch, "compile", _uncompiled) if first else contextlib.nullcontext():

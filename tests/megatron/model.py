@@ -12,6 +12,14 @@ from tests.megatron.case import Case
 
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
 LATENT |= {"multi_latent_attention": True, "rotary_scaling_factor": 4.0, "mscale": 0.9, "mscale_all_dim": 0.7}
+# With latents, experts are DeepSeek's.
+ROUTED = {
+    **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    **{"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5},
+    **{"moe_router_bias_update_rate": 0.1, "moe_shared_expert_intermediate_size": 24},
+}
+SINKS = {"softmax_type": "learnable", "window_size": (4, 0), "window_attn_skip_freq": 2}
+SINKS |= {"activation_func_clamp_value": 0.2, "glu_linear_offset": 1.0}
 
 
 def model_config(case: Case) -> Any:
@@ -61,8 +69,17 @@ def model_config(case: Case) -> Any:
             **(gated if case.gated else {}),
             **(moe if case.experts else {}),
             **(latent if case.latent else {}),
+            **(ROUTED if case.latent and case.experts else {}),
+            **(_sinks() if case.sinks else {}),
         },
     )
+
+
+def _sinks() -> dict[str, Any]:
+    from megatron.core.activations import quick_gelu  # not in 0.13
+
+    gated = {"gated_linear_unit": True, "activation_func": quick_gelu, "num_query_groups": 2}
+    return {**SINKS, **gated, "add_bias_linear": True}
 
 
 def build_chunks(case: Case, config: Any) -> list[Any]:

@@ -51,7 +51,13 @@ def legs(case: Case, formats: Sequence[Formats | None], folder: Path, saves: boo
 
 
 def save(job: Job, folder: Path, **more: Any) -> None:
-    """Save as megatron's save_checkpoint: all parameters gathered, the optimizer's in buckets, and what is ``more``.
+    """Save as megatron's save_checkpoint: all parameters gathered, the optimizer's in buckets, and ``more``."""
+    job.sync()
+    write({**state(job, is_loading=False), **more}, folder)
+
+
+def write(state: dict[str, Any], folder: Path) -> None:
+    """Write a distributed checkpoint from a rank of the pool.
 
     The writers are processes, which a daemon such as a rank of the pool may not have, and their results go through
     the queue of a server that would outlive the rank.
@@ -61,14 +67,13 @@ def save(job: Job, folder: Path, **more: Any) -> None:
 
     made = "get_write_results_queue"  # with an underscore up to megatron-core 0.16
     made = made if hasattr(filesystem_async, made) else f"_{made}"
-    job.sync()
     folder.mkdir(parents=True, exist_ok=True)
     with (
         mock.patch.dict(multiprocessing.current_process()._config, daemon=False),
         mock.patch.object(filesystem_async, made, queue.Queue),
         mock.patch.object(filesystem_async, "_process_memory", lambda: 0),  # for a log line, by psutil
     ):
-        dist_checkpointing.save({**state(job, is_loading=False), **more}, str(folder))
+        dist_checkpointing.save(state, str(folder))
 
 
 def load(job: Job, folder: Path) -> None:

@@ -136,6 +136,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
     return verification.verify(read_request(words.split()), pool(), **seed)
 
 
+ALWAYS = ("zeropp", "balanced experts")
 CERTIFIED = {
     "zeropp": f"{ZEROPP} {SMALL_MOMENTS} {JOINED}",
     "grid": GRID,
@@ -169,7 +170,7 @@ CERTIFIED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "zeropp")) for name in CERTIFIED]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in CERTIFIED]
 )
 def test_a_right_configuration_is_certified(name: str) -> None:
     """More with outer replicas: pytest -m slow tests/dist/verify/test_verify.py -k replicas."""

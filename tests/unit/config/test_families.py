@@ -20,9 +20,11 @@ from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
 from megazero.train.outputs import export_note
 from megazero.verify.shrink import shrink
+from tests import ROOT
 from tests.family_models import FALCON, GPT2, LLAMA, NEOX, VARIANTS, transformers
 from tests.messages import refused
 from tests.unit.config.command_lines import WORLD, rows, run
+from tools.families_page import families
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 UNROUNDED = {"original_max_position_embeddings": 4096, "truncate": False}
@@ -670,3 +672,10 @@ def test_a_configuration_stored_before_these_options_is_read():
         for name in (*new, "sliding_window"):
             del stored["model"][name]
         assert RunConfig.of(stored_values(stored)).model == config.model
+
+
+def test_the_page_has_every_family_and_variant() -> None:
+    page = (ROOT / "docs/reference/families.md").read_text()
+    missing = [begin for begin, own in families() if not own or f"\n{begin} " not in page]
+    assert not missing, "run: python -m tools.families_page > docs/reference/families.md"
+    assert page.count("\n| `") == 1 + len(FAMILIES)
