@@ -19,6 +19,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.models import Decoder
 from megazero.models.experts import MixtureOfExperts
+from megazero.models.multi_token import further_tokens
 from megazero.moe import Decision, Router
 from megazero.moe.balance import move_bias
 from megazero.products import make_product
@@ -64,6 +65,7 @@ class Reference:
             TensorParallel(product=product),
             z_loss=config.training.z_loss_strength,
             balance=balance_losses(config, together=data_parallel // replicas),
+            mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
             dtype=torch.float64,
         )
         self.decoder.initialize(config.training.seed)
@@ -132,8 +134,15 @@ class Reference:
         decisions = {n: Decision(experts) for n, experts in _chosen(self.routed, step).items()}
         for n, experts in _chosen(self.plain, step).items():
             decisions[n].plain = experts
-        losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
-        total, count = losses.sum(), mask.sum()
+        ahead = self.config.model.mtp_num_layers
+        total = self.decoder(
+            *(tokens, labels),
+            documents=packed,
+            loss_weights=mask,
+            decisions=decisions,
+            further=further_tokens(labels, mask, ahead) if ahead else None,
+        )
+        count = mask.sum()
         total.backward()  # as ranks begin, since fp8 rounds a multiple otherwise
         for p in self.decoder.parameters():
             if p.grad is not None:
