@@ -96,7 +96,9 @@ class Embedding(nn.Module):
                 x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if dropout_key is None or not self.training:
             return x
-        key = sharded_key((dropout_key, _EMBEDDING - ahead, 0), self.tp, self.cp, sharded=self.tp.sharded_sequence)
+        key = sharded_key(
+            (dropout_key, _EMBEDDING - ahead, 0), self.tp, self.cp, sharded=self.tp.sharded_sequence
+        )
         return keyed_dropout(x, self.config.hidden_dropout, key_words([key], x.device)[0])
 
 
@@ -245,9 +247,7 @@ class Decoder(nn.Module):
             tied = self.embedding.tokens.weight
         layers = config.mtp_num_layers
         self.further = FurtherLosses(mtp_loss_scaling_factor / layers) if layers and self.last else None
-        self.head = (
-            Head(config, tp, tied, z_loss, loss_chunk, self.further, **factory) if self.last else None
-        )
+        self.head = Head(config, tp, tied, z_loss, loss_chunk, self.further, **factory) if self.last else None
         self.specs = padded_spec(config, tp.size, ep.size).held(self.stages)
         built = [(name, tuple(p.shape)) for name, p in self.named_parameters()]
         assert built == [(name, p.local_shape(tp.size)) for name, p in self.specs.items()]

@@ -32,16 +32,20 @@ class Further(NamedTuple):
 
 def further_tokens(labels: Tensor, weights: Tensor, layers: int) -> Further:
     """Return labels and weights of whole samples [b, s], k tokens further on for layer k = 1, 2, ... of ``layers``.
-    Behind a sample's end are zeros (Megatron's roll_tensor).
+
+    Behind a sample's end are zeros (Megatron's roll_tensor), and what still counts of the sample counts as much as
+    the whole: a layer's loss is a mean over its own tokens, as in Megatron.
     """
     steps = range(1, layers + 1)
-    return Further(*(torch.stack([F.pad(x[:, k:], (0, k)) for k in steps], -1) for x in (labels, weights)))
+    ahead, counting = (torch.stack([F.pad(x[:, k:], (0, k)) for k in steps], -1) for x in (labels, weights))
+    whole, left = weights.sum(1)[:, None, None], counting.sum(1, keepdim=True)
+    return Further(ahead, counting * (whole / left.clamp(min=1)))
 
 
 class FurtherLosses:
     """Adds the losses of further tokens to what is trained on, and not to the loss that is told.
 
-    weight: of one layer's. sums: fp64 [2], their weighted losses and the tokens that counted, since ``take``.
+    weight: of one layer's. sums: fp64 [2], their weighted losses and what the weights were of, since ``take``.
     """
 
     def __init__(self, weight: float) -> None:
@@ -49,7 +53,8 @@ class FurtherLosses:
         self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
 
     def add(self, loss: Tensor, own: Tensor, tokens: Tensor) -> Tensor:
-        """Return ``loss`` with the gradient of a layer's weighted loss ``own``, a sum over so many tokens."""
+        """Return ``loss`` with the gradient of a layer's weighted loss ``own``, a sum over so many tokens, in which
+        ``own`` has the weight."""
         self.sums = self.sums.to(own.device) + torch.stack([own.detach().double(), tokens.double()])
         return loss + (own - own.detach())
 

@@ -207,7 +207,10 @@ def partition_table(stages: Sequence[StageSpec], costs: Costs) -> str:
         count, further = len(stage.main), [f"{stage.further} further"] * bool(stage.further)
         layers = [f"{count} layer{'s' * (count > 1)}"] * bool(count)
         holds = ["embedding"] * stage.embeds + layers + further + ["head"] * stage.head
-        cost, numbers = costs.of(stage), f"{stage.layers[0]} to {stage.layers[-1]}" if stage.layers else "none"
+        cost, numbers = (
+            costs.of(stage),
+            f"{stage.layers[0]} to {stage.layers[-1]}" if stage.layers else "none",
+        )
         lines.append(
             f"{stage.index:5}  {stage.rank:4}  {numbers:12}  {', '.join(holds):26}  {cost / costs.layer:14.2f}  "
             f"{cost / largest:14.0%}"

@@ -47,16 +47,16 @@ def layout_layers(layout: str) -> tuple[int, ...]:
     E is the embedding, t a layer, m one that predicts a further token, L the head with the loss; | ends a stage, *N
     repeats the letter or the brackets before it, and commas mean nothing (Megatron's PipelineParallelLayerLayout).
     """
-    plain = spelt_out(layout)
-    return tuple(stage.count("t") for stage in plain.split("|")) if re.fullmatch("E[t|]*m*L", plain) else ()
+    letters = layout_letters(layout)
+    return () if letters is None else tuple(stage.count("t") for stage in letters.split("|"))
 
 
-def spelt_out(layout: str) -> str:
-    """Return such a layout without repetitions and commas."""
+def layout_letters(layout: str) -> str | None:
+    """Return such a layout without repetitions and commas; None if it is none."""
     plain = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
         plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
-    return plain
+    return plain if re.fullmatch("E[t|]*m*L", plain) else None
 
 
 def stage_costs(model: ModelConfig, recompute: str) -> Costs:
