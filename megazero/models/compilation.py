@@ -7,9 +7,9 @@ dropout keys are made before the layers.
 Of layers these are cut out: tensor-parallel linears and those of a split backward (``tp/linear.py``) and swaps of
 context parallelism (``comm/peers.py``), whose collectives overlap, are counted and are put off as without compiling,
 and experts with their router (``models/experts.py``). Where none is there, a graph is whole, and what would break it
-is an error. The head with its loss is whole, too; with tensor-parallel ranks, a split backward, the loss in chunks or further tokens
-what the loss does with a rank's logits is compiled (``tp/cross_entropy.py``). The embedding stays as it is: a
-compiler's gradient of it adds in an order that varies.
+is an error. The head with its loss is whole, too; with tensor-parallel ranks, a split backward, the loss in chunks or
+further tokens what the loss does with logits is compiled (``tp/cross_entropy.py``). The embedding stays as it
+is: a compiler's gradient of it adds in an order that varies.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the module is called.
 So all calls go through ``__call__``, and nothing reads another unit's parameters. Layers behind the last one, which
-predict further tokens (models/multi_token.py), run inside the head's call: a step gathers the head once. Under tied embeddings the head
-holds the embedding's Parameter object. Where they are on different pipeline ranks, the head holds one of its own,
-with the same values.
+predict further tokens (models/multi_token.py), run inside the head's call, so that a forward gathers the head once.
+Under tied embeddings the head holds the embedding's Parameter object. Where they are on different pipeline ranks, the
+head holds one of its own, with the same values; with further tokens the last stage has the embedding as its own, too.
 """
 
 from __future__ import annotations

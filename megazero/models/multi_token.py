@@ -1,7 +1,7 @@
-"""Layers behind the last one that predict further tokens in training (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+"""Layers behind the last one that predict further tokens in training (DeepSeek-AI 2024, arXiv 2412.19437, 2.2).
 
-Layer k of them (k = 1, 2, ...) takes the output of the layer before it, behind that one's norm, and the embedding of
-the token k behind each. Embedding and head are the model's. What it predicts are the labels, k tokens further on in
+Layer k of them (k = 1, 2, ...) takes the output of the layer before it, behind that one's norm, and the embeddings of
+the tokens k further on. Embedding and head are the model's. What it predicts are the labels, k tokens further on in
 the sample, whose last k tokens predict nothing. Names and the order of the projection's input are those of published
 weights: embedding first.
 """

@@ -470,8 +470,7 @@ class TrainingConfig:
     )
     mtp_loss_scaling_factor: float = option(
         0.1,
-        "weight of the mean loss of layers that predict further tokens, in what is trained on. Evaluations report the "
-        "loss without it",
+        "weight of the mean loss of layers that predict further tokens. Evaluations report the loss without it",
         above=0,
         needs="mtp_num_layers > 0",
         resume=UPDATE,

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens train on any layout as on one rank: gradients, losses and the bits of replicas."""
+"""Layers that predict further tokens train on any layout as on one rank: gradients, losses and bits of replicas."""
 
 from __future__ import annotations
 
