@@ -94,7 +94,13 @@ DEEPSEEK_V3 = llama.relative(
     names=(llama.DEEPSEEK_NAMES,),
     fields={**FIELDS, **FURTHER},
     absent={
-        **{**ABSENT, **NO_FURTHER, "max_position_embeddings": 4096, "num_experts": 256, "moe_ffn_hidden_size": 2048},
+        **{
+            **ABSENT,
+            **NO_FURTHER,
+            "max_position_embeddings": 4096,
+            "num_experts": 256,
+            "moe_ffn_hidden_size": 2048,
+        },
         "moe_router_topk": 8,
     },
     aliases=OTHER_DEEPSEEK_COUNT,
