@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megazero.config.layout.pipeline import (
@@ -70,7 +71,7 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     said, further = parallel.pipeline_partition or "", config.model.mtp_num_layers
     letters = layout_letters(said)
     if letters is not None and letters.count("m") != further:
-        nearest = f"{said.rstrip(' ,L').rstrip('m0123456789*')}{'m' * further}L"
+        nearest = f"{re.sub(r'(m[m*0-9,]*)?L$', '', said)}{'m' * further}L"
         yield (
             f"--pipeline-partition {said} has {letters.count('m')} m, which stand for --mtp-num-layers {further}; "
             f"nearest: {nearest}"
