@@ -307,8 +307,9 @@ class Decoder(nn.Module):
         x = self.run_layers(stage.main, x, *given)
         if stage.head:
             assert self.head is not None
-            trains = self.training and further is not None and labels is not None
-            predict = partial(self._predict, labels, further, *given) if trains else None
+            predict: Predict | None = None
+            if self.training and further is not None and labels is not None:
+                predict = partial(self._predict, labels, further, *given)
             x = self.head(x, labels, loss_weights, loss_scale, predict)
         return x
 
