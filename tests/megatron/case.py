@@ -17,7 +17,8 @@ class Case:
     step, of one sequence each. ``bucket_size`` is in elements and has effect where a bucket's sum overlaps the
     backward. ``ranks_per_node`` is what the patch takes for a node. ``nudge`` numbers the element of the embedding
     whose last bit is changed at the start (0: none). ``gated``: SwiGLU without biases and two query groups, as Llama.
-    ``latent``: latent attention, with yarn. ``further``: layers that predict further tokens. ``device``: "cpu", or "cuda" for ranks on one card.
+    ``latent``: latent attention, with yarn. ``further``: how many layers predict further tokens.
+    ``device``: "cpu", or "cuda" for ranks on one card.
     """
 
     dp: int = 1

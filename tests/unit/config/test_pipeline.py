@@ -88,7 +88,8 @@ def test_layouts_are_read_as_megatron_reads_them(layout):
     for stage in config.stages():
         held = theirs.layout[stage.rank][stage.index // 2]
         assert [each.name for each in held] == [
-            *["embedding"] * stage.embedding, *["decoder"] * len(stage.main), *["mtp"] * stage.further, *["loss"] * stage.head
+            *["embedding"] * stage.embedding, *["decoder"] * len(stage.main),
+            *["mtp"] * stage.further, *["loss"] * stage.head,
         ]  # fmt: skip
 
 
