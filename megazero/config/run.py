@@ -326,7 +326,7 @@ class RunConfig:
         pp = parallel.pipeline_model_parallel_size
         costs = stage_costs(self.model, self.training.recompute_granularity)
         if pp * virtual == 1:  # the options of stages change nothing
-            return partition(self.model.num_layers, 1, costs=costs)
+            return partition(self.model.num_layers, 1, costs=costs, further=self.model.mtp_num_layers)
         return partition(
             self.model.num_layers,
             pp,
@@ -335,6 +335,7 @@ class RunConfig:
             method=partition_method(parallel, pp * virtual),
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
+            further=self.model.mtp_num_layers,
         )
 
     def shards(self, world: World) -> Shards:

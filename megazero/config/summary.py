@@ -175,6 +175,7 @@ def model_summary(model: ModelConfig, tp: int) -> str:
         f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",
         *([f"{experts}, in {count('experts')} layers"] if m.num_experts else []),
         *([f"window of {m.sliding_window} tokens in {count('window')} layers"] if m.sliding_window else []),
+        *([f"predicts {m.mtp_num_layers + 1} tokens ahead in training"] if m.mtp_num_layers else []),
         f"dropout: hidden {m.hidden_dropout:g}, attention {m.attention_dropout:g}",
     ]
     if m.vocab_size is None:

@@ -56,7 +56,11 @@ class LayerKind:
 
 
 def layer_kind(options: Any, index: int) -> LayerKind:
-    """Return the kind of layer ``index`` (from 0). ``options`` has the options of a model as attributes."""
+    """Return the kind of layer ``index`` (from 0). Those behind the last layer are of its kind.
+
+    ``options`` has the options of a model as attributes.
+    """
+    index = min(index, options.num_layers - 1)
     softmax, other = _softmax(options), options.experimental_attention_variant
     mixer = softmax if other is None or _chosen(options, "linear_attention_freq", index) else other
     windowed = options.sliding_window is not None and not _chosen(options, "window_attn_skip_freq", index)

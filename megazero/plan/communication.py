@@ -468,7 +468,8 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
     backward = summed(module.inputs + shared + wire * module.outputs) + gathered
     if module.kind == HEAD:
         # Chunks compute the head's gradients in its forward, which has the gathered input already.
-        return forward + _sums(activation, 2), backward - gathered * has_loss_chunks(config)
+        sums = model_spec(config.model).predictions * _sums(activation, 2)
+        return forward + sums, backward - gathered * has_loss_chunks(config)
     if not isinstance(module, LayerSpec):
         return forward, backward
     norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce

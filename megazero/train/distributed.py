@@ -176,7 +176,7 @@ def make_mesh(
         cp_keys=config.context_levels(world)[1],
         ep=parallel.expert_model_parallel_size,
         rounds=GLOBAL_AUX in config.training.balance_weights,
-        ends=not config.model.untie_embeddings_and_output_weights,
+        ends=config.model.embeds_at_both_ends,
         ranks_per_node=config.ranks_per_node(world),
         level_sizes=config.parallel.level_sizes,
         device=device,

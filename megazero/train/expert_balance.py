@@ -66,7 +66,8 @@ class ExpertBalance(StepPart):
     def __init__(self, decoder: Decoder, engine: Engine, rate: float, each_layer: bool = False) -> None:
         self.decoder, self.engine, self.mesh, self.rate = decoder, engine, engine.mesh, rate
         self.own, self.each_layer = decoder.balances(), each_layer
-        self.numbers = [i for i, kind in enumerate(layer_kinds(decoder.config)) if kind.experts]
+        every = layer_kinds(decoder.config, decoder.config.all_layers)
+        self.numbers = [i for i, kind in enumerate(every) if kind.experts]
         self.columns = _COLUMNS + each_layer * _OF_LAYER * len(self.numbers)
         self.last: StepBalance | None = None
         decoder.balance_losses.scale = self._scale

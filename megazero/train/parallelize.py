@@ -39,6 +39,7 @@ from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_decoder
 from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
+from megazero.models.multi_token import Further
 from megazero.models.positions import Documents
 from megazero.moe import ExpertParallel
 from megazero.pp.executor import Pipeline
@@ -91,6 +92,7 @@ def build_decoder(
             config,
             others=[Peers.of(a, kind="scalar", traffic=traffic, waits=waits) for a in mesh.round_axes],
         ),
+        mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
         stages=own,
         device="meta",
         dtype=dtype,
@@ -262,7 +264,8 @@ def shard_decoder(
 class MicroBatch(NamedTuple):
     """The samples of one forward pass on one rank, of whose sequences a context-parallel rank has its part.
 
-    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. dropout_key: the key
+    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. further_labels,
+    further_mask: as Further's, in training, where further tokens are predicted. dropout_key: the key
     that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'. decisions: as
     Decoder.forward's, for whoever replays or records them.
     """
@@ -274,6 +277,14 @@ class MicroBatch(NamedTuple):
     position_ids: Tensor | None = None
     document_starts: Tensor | None = None
     decisions: Decisions | None = None
+    further_labels: Tensor | None = None
+    further_mask: Tensor | None = None
+
+    @property
+    def further(self) -> Further | None:
+        if self.further_labels is None or self.further_mask is None:
+            return None
+        return Further(self.further_labels, self.further_mask)
 
     @property
     def documents(self) -> Documents | None:
@@ -312,6 +323,7 @@ def build_pipeline(decoder: Decoder, engine: zero.Engine, config: RunConfig, mes
             batch.loss_mask,
             scale,
             batch.decisions,
+            batch.further,
         )
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size

@@ -41,7 +41,13 @@ from megazero.train.callbacks.callback import Callback
 from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import PartReport, Prediction, RoundingWatch, StragglerWatch
+from megazero.train.callbacks.reports import (
+    FurtherReport,
+    PartReport,
+    Prediction,
+    RoundingWatch,
+    StragglerWatch,
+)
 from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
@@ -340,6 +346,8 @@ def _own_callbacks(config: RunConfig, launch: Launch, built: Built) -> Iterator[
     for part in (engine.part(ExpertBalance), engine.part(QKClip)):
         if part is not None:
             yield PartReport(part)
+    if config.model.mtp_num_layers:
+        yield FurtherReport()
     if built.forecast:
         yield Prediction(built.forecast)
     if config.skipping.stop_on_spike:

@@ -256,7 +256,8 @@ class Trainer:
         count = self.length.batch_sizes.micro_batches(consumed)
         ids = batches.sample_ids(count)
         host = batches.next_step(count)
-        device = [own_tokens(self.feeding.to_device(batch), self.mesh) for batch in host]
+        further = self.config.model.mtp_num_layers
+        device = [own_tokens(self.feeding.to_device(batch), self.mesh, further) for batch in host]
         with self.bill.span(self.engine.exchange_hop) if self.feeding.masked else nullcontext():
             tokens = self.feeding.valid_tokens([own_tokens(batch, self.mesh) for batch in host])
         return StepBatches(ids, host, device, tokens, batches.consumed - consumed)

@@ -19,6 +19,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.models import Decoder
 from megazero.models.experts import MixtureOfExperts
+from megazero.models.multi_token import further_tokens
 from megazero.moe import Decision, Router
 from megazero.moe.balance import move_bias
 from megazero.products import make_product
@@ -65,6 +66,7 @@ class Reference:
             TensorParallel(product=product),
             z_loss=config.training.z_loss_strength,
             balance=balance_losses(config, together=data_parallel // replicas),
+            mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
             dtype=dtype,
         )
         self.decoder.initialize(config.training.seed)
@@ -148,8 +150,14 @@ class Reference:
             decisions[n].plain = experts
         count = mask.sum()
         self.decoder.balance_losses.scale = count.item
-        losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
-        total = losses.sum()
+        ahead = self.config.model.mtp_num_layers
+        total = self.decoder(
+            *(tokens, labels),
+            documents=packed,
+            loss_weights=mask,
+            decisions=decisions,
+            further=further_tokens(labels, mask, ahead) if ahead else None,
+        )
         total.backward()  # as ranks begin, since fp8 rounds a multiple otherwise
         for p in self.decoder.parameters():
             if p.grad is not None:

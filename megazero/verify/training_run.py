@@ -185,9 +185,10 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
         fields = {"tokens": tokens[rows], "labels": labels[rows], "loss_mask": mask[rows].to(dtype)}
         fields |= documents_of(config, tokens[rows])
-        batches.append(MicroBatch(**own_tokens(fields, mesh), dropout_key=key, decisions={}))
-    own = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
-    return batches, float(mask[own].sum())
+        own = own_tokens(fields, mesh, config.model.mtp_num_layers)
+        batches.append(MicroBatch(**own, dropout_key=key, decisions={}))
+    rows_here = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
+    return batches, float(mask[rows_here].sum())
 
 
 def replica_rows(size: int, micro: int, ranks: int, replica: int, replicas: int) -> torch.Tensor:

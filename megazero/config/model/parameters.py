@@ -75,7 +75,7 @@ class ParameterSpec:
     sharing: how many ranks share the experts, of which these are one's.
     own_heads: a rank applies the parameter to its own heads, or channels of an MLP, alone.
     vocabulary: the rows are words, which are padded before ranks share them.
-    tied: the embedding and the head hold one parameter.
+    tied: the first and the last stage of a pipeline hold one parameter: the embedding, of the head its weight.
     """
 
     name: str

@@ -89,6 +89,15 @@ def frequencies(model: ModelConfig) -> Iterator[str]:
             yield f"{typed} gives no layer the {model.num_experts} experts; nearest: 1, or no --num-experts either"
 
 
+def further(model: ModelConfig) -> Iterator[str]:
+    """Report learned positions with layers that predict further tokens, as Megatron does: each would need its own."""
+    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
+        yield (
+            f"--mtp-num-layers {model.mtp_num_layers} does not go with --position-embedding-type learned_absolute; "
+            "nearest: --position-embedding-type rope"
+        )
+
+
 def experts(model: ModelConfig) -> Iterator[str]:
     """Report routers that cannot choose as asked."""
     count, topk = model.num_experts, model.moe_router_topk
@@ -243,7 +252,7 @@ def _of_mixer(name: str, rule: Rule) -> Rule:
 # Of any decoder.
 RULES: tuple[Rule, ...] = (
     *(_of_mixer(name, rule) for name, mixer in MIXERS.items() for rule in mixer.rules),
-    *(rotary, mlp, frequencies, experts),
+    *(rotary, mlp, frequencies, further, experts),
 )
 
 

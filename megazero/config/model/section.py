@@ -32,6 +32,13 @@ LAYER_NORMS = {
 }
 
 
+# What a layer that predicts a further token has more than others, and its names in checkpoints.
+FURTHER_NAMES = {
+    **{name: name for name in ("enorm", "hnorm", "eh_proj")},
+    "output_norm": "shared_head.norm",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(MixerOptions):
     """The decoder. A vocabulary of None is that of the tokenizer, which is not read yet."""
@@ -240,6 +247,12 @@ class ModelConfig(MixerOptions):
         "the shared experts' output is multiplied by the sigmoid of a score of the token",
         needs="moe_shared_expert_intermediate_size",
     )
+    mtp_num_layers: int = option(
+        0,
+        "layers behind the last one, of its kind, each of which predicts one more token ahead in training, of the "
+        "output of the layer before it and of the embedding of the token that this one predicts (DeepSeek-V3)",
+        low=0,
+    )
     attention_dropout: float = option(
         0.0, "dropout of attention probabilities (by family)", low=0, below=1, resume=UPDATE
     )
@@ -251,6 +264,17 @@ class ModelConfig(MixerOptions):
         128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1, small=8
     )
     pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
+
+    @property
+    def all_layers(self) -> range:
+        """Return the numbers of the layers, and of those behind them that predict further tokens."""
+        return range(self.num_layers + self.mtp_num_layers)
+
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """Tell whether a pipeline's first and last stage both need the embedding: as the head, or for further
+        tokens."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers > 0
 
     @property
     def vocabulary(self) -> int:
@@ -303,9 +327,10 @@ class ModelConfig(MixerOptions):
     def tensor_names(self) -> TensorNames:
         """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's.
 
-        Modules of a mixer that these do not name have its own names.
+        Modules of a mixer that these do not name have its own names, those of further tokens DeepSeek-V3's.
         """
         usual = {module: there for mixer in MIXERS.values() for module, there in mixer.names.items()}
+        usual |= FURTHER_NAMES
         return replace(self.family_names, layer={**usual, **self.family_names.layer})
 
     @property

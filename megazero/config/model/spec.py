@@ -159,8 +159,15 @@ class ModelSpec:
     @cached_property
     def head(self) -> ModuleSpec:
         c = self.config
-        parameters = (replace(_words(c, "weight"), multiplies=True), *norm(c, "norm"))
-        return ModuleSpec(HEAD, parameters, inputs=c.hidden_size, outputs=0)
+        weight = replace(_words(c, "weight"), tied=not c.untie_embeddings_and_output_weights, multiplies=True)
+        # It projects every prediction, and calls the embedding for all but the first.
+        inputs, outputs = self.predictions * c.hidden_size, c.mtp_num_layers * c.hidden_size
+        return ModuleSpec(HEAD, (weight, *norm(c, "norm")), inputs, outputs)
+
+    @property
+    def predictions(self) -> int:
+        """How many tokens ahead training predicts."""
+        return 1 + self.config.mtp_num_layers
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -169,8 +176,9 @@ class ModelSpec:
         Layers of one kind have the same parameters and sizes; windows and rotary positions may differ.
         """
         places: dict[LayerSpec, list[int]] = {}
-        for choices, numbers in _by_choices(self.config).items():
+        for (choices, further), numbers in _by_choices(self.config).items():
             layer = _layer(self.config, choices)
+            layer = _further(self.config, layer) if further else layer
             own = tuple(p.dealt(self.ep) for p in layer.parameters)
             places.setdefault(replace(layer, parameters=own), []).extend(numbers)
         first, *others = (replace(each, places=tuple(sorted(numbers))) for each, numbers in places.items())
@@ -178,9 +186,9 @@ class ModelSpec:
 
     @cached_property
     def by_place(self) -> tuple[LayerSpec, ...]:
-        """The kind of every layer."""
+        """The kind of every layer, those that predict further tokens included."""
         kinds = {place: kind for kind in self.layers for place in kind.places}
-        return tuple(kinds[i] for i in range(self.config.num_layers))
+        return tuple(kinds[i] for i in self.config.all_layers)
 
     @cached_property
     def modules(self) -> Mapping[str, ModuleSpec]:
@@ -198,7 +206,8 @@ class ModelSpec:
         return sum(len(kind.places) * (kind.multiply_adds + kind.mixer.work.token) for kind in self.layers)
 
     def of_stage(self, stage: StageSpec) -> Iterator[tuple[str, ModuleSpec]]:
-        """Yield the modules of a pipeline stage with their names, in the order of use."""
+        """Yield the modules of a pipeline stage with their names, in the order of use. What the head calls of others
+        counts as its own."""
         if stage.embedding:
             yield EMBEDDING, self.embedding
         yield from ((f"layers.{i}", self.by_place[i]) for i in stage.layers)
@@ -207,8 +216,9 @@ class ModelSpec:
 
     def held(self, stages: Iterable[StageSpec]) -> dict[str, ParameterSpec]:
         """Return the parameters of stages by name, in the order of ``named_parameters``: tied ones once."""
-        named: dict[str, ParameterSpec] = {}
-        for name, module in (pair for stage in stages for pair in self.of_stage(stage)):
+        stages, named = list(stages), dict[str, ParameterSpec]()
+        first = [(EMBEDDING, self.embedding)] * any(stage.embeds for stage in stages)
+        for name, module in (*first, *(pair for stage in stages for pair in self.of_stage(stage))):
             embedded = name == HEAD and any(p.tied for p in named.values())
             named |= {f"{name}.{p.name}": p for p in module.parameters if not (p.tied and embedded)}
         return named
@@ -216,7 +226,7 @@ class ModelSpec:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """All parameters by name."""
-        return self.held([StageSpec(0, 0, range(self.config.num_layers), True, True)])
+        return self.held([StageSpec(0, 0, self.config.all_layers, True, True, self.config.mtp_num_layers)])
 
 
 @lru_cache(maxsize=64)
@@ -236,7 +246,7 @@ def padded_spec(config: ModelConfig, tp: int, ep: int = 1) -> ModelSpec:
 
 
 def _words(c: ModelConfig, name: str) -> ParameterSpec:
-    shape, tied = (c.vocabulary, c.hidden_size), not c.untie_embeddings_and_output_weights
+    shape, tied = (c.vocabulary, c.hidden_size), c.embeds_at_both_ends
     return ParameterSpec(name, shape, 0, std=c.init_method_std, vocabulary=True, tied=tied)
 
 
@@ -248,10 +258,11 @@ def _positions(c: ModelConfig) -> Iterator[ParameterSpec]:
 # -- layers ----------------------------------------------------------------------------------------------
 
 
-def _by_choices(c: ModelConfig) -> dict[LayerKind, list[int]]:
-    found: dict[LayerKind, list[int]] = {}
-    for index, choices in enumerate(layer_kinds(c)):
-        found.setdefault(choices, []).append(index)
+def _by_choices(c: ModelConfig) -> dict[tuple[LayerKind, bool], list[int]]:
+    """Return the numbers of layers by what they choose, and whether they predict further tokens."""
+    found: dict[tuple[LayerKind, bool], list[int]] = {}
+    for index, choices in enumerate(layer_kinds(c, c.all_layers)):
+        found.setdefault((choices, index >= c.num_layers), []).append(index)
     return found
 
 
@@ -302,6 +313,20 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
         experts=choices.experts,
         rereads_output=reads_output or last_read,
         rereads_experts=reads_output or shared,
+    )
+
+
+def _further(c: ModelConfig, layer: LayerSpec) -> LayerSpec:
+    """Describe such a layer that predicts a further token (models/multi_token.py)."""
+    h = c.hidden_size
+    projection = column(c, "eh_proj", h, bias=False, cut=None, columns=2 * h)
+    own = (*norm(c, "enorm"), *norm(c, "hnorm"), *projection, *norm(c, "output_norm"))
+    # The inputs of three norms and of the projection, of which the norms' outputs are copied.
+    return replace(
+        layer,
+        parameters=(*layer.parameters, *own),
+        moved=layer.moved._replace(stream=layer.moved.stream + 12 * h),
+        kept=layer.kept._replace(stream=layer.kept.stream + 5 * h),
     )
 
 
@@ -367,7 +392,8 @@ def router_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map the names of the routers' biases to their shapes. They are fp32 and no parameters: steps count for them."""
     if config.num_experts is None or not config.moe_router_enable_expert_bias:
         return {}
-    name, kinds = "layers.{}.mlp.router.e_score_correction_bias", enumerate(layer_kinds(config))
+    kinds = enumerate(layer_kinds(config, config.all_layers))
+    name = "layers.{}.mlp.router.e_score_correction_bias"
     return {name.format(i): (config.num_experts,) for i, kind in kinds if kind.experts}
 
 
@@ -398,6 +424,8 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
 
         6 T [sum over layers of n + h V] + 3 sum over layers of m sum(length^2 - (length - window)^2)
 
+    With layers that predict further tokens h V counts once for each, too.
+
     The last term is 0 in a layer without a window, or with a longer one. Here n are the multiply-adds of one token in
     a layer's matrices and in a state of its mixer, m those of two tokens in its mixer and V the padded vocabulary.
     A multiply-add counts as 2 operations, and the backward as twice the forward.
@@ -405,7 +433,7 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
     This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
     """
     lengths, spec = list(sequence_lengths), model_spec(config)
-    dense = spec.multiply_adds + config.hidden_size * config.padded_vocab_size(tp_size)
+    dense = spec.multiply_adds + spec.predictions * config.hidden_size * config.padded_vocab_size(tp_size)
     pairs = 0
     for kind in spec.layers:
         windows = Counter(choices.window for choices in layer_kinds(config, kind.places))

@@ -468,6 +468,13 @@ class TrainingConfig:
         low=0,
         resume=UPDATE,
     )
+    mtp_loss_scaling_factor: float = option(
+        0.1,
+        "weight of the mean loss of layers that predict further tokens. Evaluations report the loss without it",
+        above=0,
+        needs="mtp_num_layers > 0",
+        resume=UPDATE,
+    )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
         "losses that balance experts: over each micro-batch, each sample (seq_aux_loss), or the step so far "

@@ -29,7 +29,7 @@ _HERE = "the checkpoint's arguments"
 DECIDING: Mapping[str, Collection[Any]] = {
     **dict.fromkeys(
         (
-            "mtp_num_layers",
+            *("mtp_use_repeated_layer", "mtp_hsm"),
             "experimental_attention_variant",
             "linear_attention_type",
             "attention_output_gate",

@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.families.config_json.field_groups import chosen
 from megazero.families.config_json.huggingface import Config, FieldGroup
+from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.families.layer_kinds import frequency_of, layer_kinds
 
 TOPK = {"moe_router_topk": "num_experts_per_tok"}
@@ -157,6 +158,8 @@ DEEPSEEK_COUNT = {
     **TOPK,
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
+# Of families whose layers behind the last one predict further tokens.
+FURTHER, NO_FURTHER = {"mtp_num_layers": MORE_TOKENS}, {"mtp_num_layers": 0}
 OTHER_DEEPSEEK_COUNT = {"num_local_experts": "n_routed_experts"}
 
 

@@ -12,16 +12,21 @@ from megazero.cp import ContextParallel
 from megazero.data.sampler import Batches
 from megazero.data.source import SampleSource
 from megazero.mesh.mesh import Mesh
+from megazero.models.multi_token import further_tokens
 
 Batch = Mapping[str, Any]  # of tensors
 
 
-def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
-    """Return a context-parallel rank's part of each sequence [b, s]: [b, s / ranks].
+def own_tokens(batch: Batch, mesh: Mesh, further: int = 0) -> Batch:
+    """Return a context-parallel rank's part of each sequence [b, s]: [b, s / ranks]; and of labels of so many further
+    tokens, which are those of whole sequences.
 
     ``document_starts`` are of the tokens whose queries the rank has in attention.
     """
     cp = ContextParallel.of(mesh)
+    if further:
+        ahead = further_tokens(batch["labels"], batch["loss_mask"], further)
+        batch = {**batch, "further_labels": ahead.labels, "further_mask": ahead.weights}
     return {
         name: (cp.own_queries if name == "document_starts" else cp.own)(tensor, 1).contiguous()
         for name, tensor in batch.items()

@@ -134,7 +134,12 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 PP --num-layers 1 --decoder-last-pipeline-num-layers 1 -> --pipeline-model-parallel-size 2; 1 ranks, or 2 layers
 --num-layers 8 PP --num-virtual-stages-per-pipeline-rank 6
     -> --pipeline-model-parallel-size 2; 5 stages per rank, or 10 layers
-PP --pipeline-model-parallel-layout Et*3|tmL -> --pipeline-partition Et*3|tmL; balanced
+PP --pipeline-model-parallel-layout Et*3|tmL -> --pipeline-partition Et*3|tmL; --mtp-num-layers 0; Et*3|tL
+PP --pipeline-model-parallel-layout Et|t*3L --mtp-num-layers 2
+    -> --pipeline-partition Et|t*3L; --mtp-num-layers 2; Et|t*3mmL
+PP --pipeline-model-parallel-layout Et*3m|tL -> --pipeline-partition Et*3m|tL; balanced
+--mtp-num-layers 1 --position-embedding-type learned_absolute
+    -> --mtp-num-layers 1; --position-embedding-type learned_absolute; --position-embedding-type rope
 PP --pipeline-model-parallel-layout Et|(t|)*2tt -> --pipeline-partition Et|(t|)*2tt; balanced
 PP --pipeline-model-parallel-layout Et|t|ttL -> --pipeline-model-parallel-size 2; 2,2
 --num-layers 8 PP --num-layers-per-virtual-pipeline-stage 3
