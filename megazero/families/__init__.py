@@ -21,6 +21,7 @@ from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.gpt_oss import GPT_OSS
 from megazero.families.llama import GRANITE, GRANITEMOE, LLAMA, MISTRAL, MIXTRAL, SMOLLM3
+from megazero.families.nemotron_h import NEMOTRON_H
 from megazero.families.olmo2 import OLMO2, OLMO3, OLMOE
 from megazero.families.phi3 import PHI3
 from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
@@ -58,6 +59,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             DEEPSEEK_V3,
             GPT_OSS,
             QWEN3_NEXT,
+            NEMOTRON_H,
         )
     }
 )

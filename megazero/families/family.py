@@ -103,6 +103,20 @@ def qkv(tensor: str) -> dict[str, str | tuple[str, int]]:
     return {f"attention.{part}_proj": (tensor, number) for number, part in enumerate("qkv")}
 
 
+# The parts of Mamba-2's input linear, of which those from the second to the fourth are convolved.
+MAMBA_PARTS = ("z", "x", "b", "c", "dt")
+
+
+def mamba(module: str) -> dict[str, str | tuple[str, int]]:
+    """Return the names of Mamba-2, whose input linears lie in one tensor, and its convolutions in another."""
+    return {
+        "attention": module,
+        **{f"attention.{part}_proj": (f"{module}.in_proj", n) for n, part in enumerate(MAMBA_PARTS)},
+        **{f"attention.{part}_conv": (f"{module}.conv1d", n) for n, part in enumerate(MAMBA_PARTS[1:4])},
+        **{f"attention.{name}": f"{module}.{name}" for name in ("norm", "out_proj")},
+    }
+
+
 def gate_and_up(tensor: str) -> dict[str, str | tuple[str, int]]:
     """Return the names of an MLP's gate and up projection that lie in one tensor."""
     return {"mlp.gate_proj": (tensor, 0), "mlp.up_proj": (tensor, 1)}

@@ -158,7 +158,8 @@ def stage_layers(config: RunConfig, pp: int) -> list[int]:
         return [min(1, have[0]), *[1] * (wanted - 2), min(1, have[-1])]
     if len(counts) > 1:
         return [2, *[1] * (wanted - 1)]
-    return [1 if counts == {1} or wanted > 4 else 2] * wanted
+    kinds = -(-len(set(layer_kinds(config.model))) // wanted)
+    return [max(kinds, 1 if counts == {1} or wanted > 4 else 2)] * wanted
 
 
 def _stages(config: RunConfig) -> Any:
@@ -173,6 +174,7 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
     heads, groups = _heads(config, layout, contexts[0])
     linear = min(m.linear_num_key_heads, multiple("linear_num_key_heads", tp))
     shared = min(m.linear_num_value_heads // m.linear_num_key_heads, HEADS_OF_GROUP)
+    grouped = min(m.mamba_num_groups, multiple("mamba_num_groups", tp))
     width = _head_width(m)
     hidden = heads * width
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
@@ -183,6 +185,8 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
         "num_attention_heads": heads,
         "linear_num_key_heads": linear,
         "linear_num_value_heads": linear * shared,
+        "mamba_num_groups": grouped,
+        "mamba_num_heads": grouped * max(1, min(m.mamba_num_heads // m.mamba_num_groups, HEADS_OF_GROUP)),
         "kv_channels": width,
         "hidden_size": hidden,
         "ffn_hidden_size": tp * -(-5 * hidden // (2 * tp)),

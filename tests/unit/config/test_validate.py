@@ -188,7 +188,7 @@ CP --seq-length 31 -> --context-parallel-size 2; --seq-length 31; 30 or 32
 CP --seq-length 30 --tensor-model-parallel-size 2 --sequence-parallel
     -> --context-parallel-size 2; --seq-length 30; --tensor-model-parallel-size 2; 28 or 32
 CP --model-family qwen3_next --kv-channels 8
-    -> --context-parallel-size 2; --experimental-attention-variant gated_delta_net; 1
+    -> --context-parallel-size 2; gated_delta_net; 1
 --model-family qwen3_next --kv-channels 8 --linear-num-value-heads 24
     -> --linear-num-value-heads 24; --linear-num-key-heads 16; 16 or 32
 --model-family qwen3_next --kv-channels 8 --tensor-model-parallel-size 4 --linear-num-key-heads 2

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megazero.config.model.parameters import ParameterSpec
 
+CHUNK = 64  # tokens whose products are matrices where they meet in a state; between chunks there is that alone
 Names = Mapping[str, str | tuple[str, int]]
 
 
@@ -124,3 +125,17 @@ class Mixer(ABC):
             return Exchanged(0, 0, ())
         gathered = tuple(max(heads.groups // tp, ranks) * width for width in (heads.width, heads.width))
         return Exchanged(heads.number * heads.width // tp + sum(gathered), self.work.out // tp, gathered)
+
+
+class Nothing(Mixer):
+    """No mixer: the layer is a feed-forward alone."""
+
+    module = words = ""
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        return ()
+
+    heads, work = None, TokenWork(0, 0, 0, 0, 0, 0)
+
+    def shared(self) -> tuple[dict[str, int], dict[str, int]]:
+        return {}, {}
