@@ -82,7 +82,7 @@ class Mamba(nn.Module):
 
 class GatedNorm(nn.Module):
     """Computes root-mean-square norms of consecutive groups of x silu(gate), times ``weight`` [size], in the dtype of
-    the gate; in between all is at least fp32."""
+    the gate, of x in at least fp32."""
 
     def __init__(self, size: int, groups: int, eps: float, **factory: Any) -> None:
         super().__init__()
@@ -90,7 +90,6 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, **factory))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        x = x.to(wide(x))
         groups = (x * F.silu(gate.to(x.dtype))).unflatten(-1, (self.groups, -1))
         out = F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight.to(x.dtype)
         return out.to(gate.dtype)
@@ -99,13 +98,13 @@ class GatedNorm(nn.Module):
 def state_space(
     c: Tensor, b: Tensor, x: Tensor, decay: Tensor, step: Tensor, skip: Tensor, starts: Tensor | None = None
 ) -> Tensor:
-    """Return [s, b, heads, p] in the dtype of x, of c and b [s, b, groups, n] and of x [s, b, heads, p]. In between all
-    is at least fp32. Consecutive heads share a group's c and b.
+    """Return [s, b, heads, p] in at least fp32, of c and b [s, b, groups, n] and of x [s, b, heads, p]. Consecutive
+    heads share a group's c and b.
 
     decay: log a, and step: d, [s, b, heads], at least fp32. skip: D, [heads]. starts: int64 [b, s], where each
     token's document begins, if the state ends with a document.
     """
-    made, groups, passed = wide(x), b.shape[2], decays(decay, starts)
+    x, groups, passed = x.to(wide(x)), b.shape[2], decays(decay, starts)
 
     def grouped(y: Tensor) -> Tensor:
         """Return [chunks, b, groups, heads of a group, tokens, ...]."""
@@ -115,8 +114,8 @@ def state_space(
         """Return [chunks, b, groups, tokens, heads of a group x p]: they meet the same c and b."""
         return y.transpose(3, 4).flatten(4)
 
-    c, b = (chunked(y.to(made)) for y in (c, b))
-    v = grouped(chunked(x.to(made) * step.unsqueeze(-1)))
+    c, b = (chunked(y.to(x.dtype)) for y in (c, b))
+    v = grouped(chunked(x * step.unsqueeze(-1)))
     added = b.mT @ beside(v * grouped(passed.end).unsqueeze(-1))
     kept = grouped(passed.through).repeat_interleave(v.shape[-1], 3).mT
     state, states = torch.zeros_like(added[0]), []
@@ -126,4 +125,4 @@ def state_space(
     before = (c @ torch.stack(states)).unflatten(4, (-1, v.shape[-1])).transpose(3, 4)
     out = ((c @ b.mT).unsqueeze(3) * grouped(passed.between)) @ v
     out = out + before * grouped(passed.begin).unsqueeze(-1)
-    return (joined(out.flatten(2, 3), len(x)) + x * skip.unsqueeze(-1)).to(x.dtype)
+    return joined(out.flatten(2, 3), len(x)) + x * skip.unsqueeze(-1)

@@ -111,11 +111,19 @@ class Mamba(Mixer):
     def work(self) -> TokenWork:
         c, heads, inner, states = self.c, self.c.mamba_num_heads, self.c.mamba_size, self.c.mamba_states_size
         state, mixed = inner * c.mamba_state_dim, inner + 2 * states
-        kept, wide = 2 * mixed, 0
+        # Of x, b and c the linears' outputs, padded and convolved ones; out_proj's input.
+        kept = 3 * mixed + inner
+        # b and c; x, times its steps, and what of it the state before a chunk adds; products of b and c, their
+        # decays, both together; states.
+        products = CHUNK * (2 * heads + c.mamba_num_groups)
+        wide = 2 * states + 3 * inner + products + 4 * heads + 2 * state // CHUNK
+        gated = 5 * inner  # what the norm begins with, the gate, its SiLU, their product, that over its norm
         # The state is decayed, added to and read.
         token = 3 * state + mixed * KERNEL
-        moved = 2 * (kept + wide)
-        return TokenWork(moved, kept, 0, inner, taken=c.hidden_size, core=0, token=token, wide=wide)
+        moved = 2 * (kept + wide + gated)
+        return TokenWork(
+            moved, kept, 0, inner, taken=c.hidden_size, core=-mixed, token=token, wide=wide, gated=gated
+        )
 
     @property
     def words(self) -> str:

@@ -33,13 +33,14 @@ class TokenWork(NamedTuple):
 
     moved: elements that a forward reads and writes. kept: elements that autograd keeps for the backward. pair: the
     multiply-adds with one other token. out: elements that the output linear takes. taken: those that the first
-    column-parallel linears take. core: elements that its core makes and keeps, which selective recompute drops.
+    column-parallel linears take. core: elements that its core makes and keeps, which selective recompute drops, less
+    those that it keeps instead.
     norm_sums: numbers that norms add up over tensor-parallel ranks.
     shared: elements that every tensor-parallel rank has of whole sequences, and makes its heads' keys and values of:
     ``expanded`` elements, by ``expansion`` multiply-adds, in its core. latents: elements that are kept of what
     sequence parallelism alone cuts.
     token: the multiply-adds with a state, in place of other tokens. wide: numbers in at least fp32 that the core
-    keeps beside ``kept`` and ``core``.
+    keeps beside ``kept`` and ``core``. gated: those that a norm behind it keeps.
     """
 
     moved: int
@@ -55,6 +56,7 @@ class TokenWork(NamedTuple):
     latents: int = 0
     token: int = 0
     wide: int = 0
+    gated: int = 0
 
 
 class Exchanged(NamedTuple):
