@@ -125,7 +125,11 @@ NEXT = {**SHARED, "norm_topk_prob": True, "num_hidden_layers": 4}
 NEXT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8}
 NEXT |= {"linear_value_head_dim": 6}
 
-QWEN3_5 = {**LLAMA, "head_dim": 16, **{name: value for name, value in NEXT.items() if name.startswith("linear_")}}
+QWEN3_5 = {
+    **LLAMA,
+    "head_dim": 16,
+    **{name: value for name, value in NEXT.items() if name.startswith("linear_")},
+}
 QWEN3_5 |= {"num_hidden_layers": 4}
 NEMOTRON_H = {name: LLAMA[name] for name in LLAMA if name != "num_hidden_layers"}
 NEMOTRON_H |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 16}

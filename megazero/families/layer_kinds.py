@@ -137,7 +137,9 @@ def some_layers(options: Any, layers: Sequence[int]) -> dict[str, Any]:
     }
     if (pattern := options.hybrid_layer_pattern) is not None:
         chosen["hybrid_layer_pattern"] = own = "".join(pattern[i] for i in layers)
-    if chosen["moe_layer_freq"] is None or (pattern is not None and "E" not in own):  # no layer here has experts
+    if chosen["moe_layer_freq"] is None or (
+        pattern is not None and "E" not in own
+    ):  # no layer here has experts
         chosen |= {"moe_layer_freq": (1,), "num_experts": None}
     return {"num_layers": len(layers), **chosen}
 

@@ -15,7 +15,14 @@ from megazero.families.config_json.huggingface import TIED, Config, FieldGroup, 
 from megazero.families.family import Family, TensorNames, mamba
 
 # By transformers' names of layers, of which the older ones are in files, too.
-_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+_LETTERS = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
 _TYPES, _PATTERN, _SHARED = (
     "layers_block_type",
     "hybrid_override_pattern",

@@ -309,8 +309,11 @@ class ModelConfig(MixerOptions):
 
         Modules of a mixer that these do not name have its own names.
         """
-        usual = {module: there for mixer in MIXERS.values() for module, there in mixer.names.items()}
-        return replace(self.family_names, layer={**usual, **self.family_names.layer})
+        own, layer, groups = self.family_names, dict[str, Any](), dict[str, str]()
+        for mixer in MIXERS.values():
+            layer |= mixer.names
+            groups |= mixer.groups
+        return replace(own, layer={**layer, **own.layer}, groups={**groups, **own.groups})
 
     @property
     def family_names(self) -> TensorNames:

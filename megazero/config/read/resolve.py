@@ -82,7 +82,9 @@ def _pattern(values: Values, known: Known) -> Completed:
     pattern, said = values.get(PATTERN), values.get("pipeline_partition")
     if pattern is None:
         typed = [f"--{flag}" for flag in ("is-hybrid-model", "spec") if flag in known.said.accepted]
-        return Completed(errors=[f"{flag} needs --hybrid-layer-pattern: which layers there are" for flag in typed])
+        return Completed(
+            errors=[f"{flag} needs --hybrid-layer-pattern: which layers there are" for flag in typed]
+        )
     layers = ",".join(str(len(stage)) for stage in pattern.split("|"))
     if "|" not in pattern:
         return Completed()

@@ -33,13 +33,14 @@ NAMES = TensorNames(
         "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
         "mlp.shared_gate": "mlp.shared_experts.gate",
     },
-    fused="groups",
+    groups={"self_attention.linear_qkv": "num_query_groups"},
     needs={
         "position_embedding_type": ("rope", "learned_absolute"),
         "qk_norm": ("none", "head"),
         "transformer_block_type": "sequential",
         "attention_output_gate": False,
         "experimental_attention_variant": None,
+        "single_branches": False,
     },
 )
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

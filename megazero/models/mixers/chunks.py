@@ -24,7 +24,6 @@ class CausalConvolution(nn.Module):
 
     def __init__(self, channels: int, kernel: int, *, bias: bool = False, **factory: Any) -> None:
         super().__init__()
-        self.channels = channels
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel, **factory))
         self.bias = nn.Parameter(torch.empty(channels, **factory)) if bias else None
 

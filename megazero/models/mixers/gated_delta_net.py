@@ -46,8 +46,10 @@ class GatedDeltaNet(nn.Module):
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(tp.share(heads, "linear_num_value_heads"), **factory)) for _ in range(2)
         )
-        self.in_proj_qkvz = ColumnParallelLinear(h, 2 * (key + value), tp, bias=False, **factory)
-        self.in_proj_ba = ColumnParallelLinear(h, 2 * heads, tp, bias=False, **factory)
+        self.in_q, self.in_k, self.in_v, self.in_z, self.in_b, self.in_a = (
+            ColumnParallelLinear(h, rows, tp, bias=False, **factory)
+            for rows in (key, key, value, value, heads, heads)
+        )
         self.q_conv, self.k_conv, self.v_conv = (
             CausalConvolution(tp.share(size, "channels"), kernel, **factory) for size in (key, key, value)
         )
@@ -58,14 +60,11 @@ class GatedDeltaNet(nn.Module):
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         c, starts = self.config, tables.attention.made
         width, values = c.linear_key_head_dim, c.linear_value_head_dim
-        linears = [(self.in_proj_qkvz.weight, None), (self.in_proj_ba.weight, None)]
-        qkvz, ba = column_parallel(x, linears, self.tp)
-        shared = c.linear_num_value_heads // c.linear_num_key_heads  # values of a key
-        qkvz, ba = (y.unflatten(-1, (self.k_conv.channels // width, -1)) for y in (qkvz, ba))
-        q, k, v, z = qkvz.split((width, width, shared * values, shared * values), -1)
-        b, a = (y.flatten(2).to(wide(y)) for y in ba.split(shared, -1))
+        linears = (self.in_q, self.in_k, self.in_v, self.in_z, self.in_b, self.in_a)
+        q, k, v, z, b, a = column_parallel(x, [(m.weight, None) for m in linears], self.tp)
+        b, a = (y.to(wide(y)) for y in (b, a))
         q, k, v = (
-            F.silu(convolve(y.flatten(2), starts)).unflatten(-1, (-1, each))
+            F.silu(convolve(y, starts)).unflatten(-1, (-1, each))
             for y, convolve, each in (
                 (q, self.q_conv, width),
                 (k, self.k_conv, width),
@@ -76,7 +75,7 @@ class GatedDeltaNet(nn.Module):
         mixed = (q, k, v, decay, b.sigmoid(), starts)
         again = self.recompute == "selective" and torch.is_grad_enabled()
         out = recomputed(gated_delta_rule, *mixed) if again else gated_delta_rule(*mixed)
-        z = z.flatten(2).unflatten(-1, (-1, values))
+        z = z.unflatten(-1, (-1, values))
         return self.out_proj((self.norm(out) * F.silu(z)).flatten(2))
 
 

@@ -17,7 +17,12 @@ DELTA = {
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
 }
 MAMBA = {
-    **{"model_family": "nemotron_h", "hybrid_layer_pattern": "M*-M", "hidden_size": 32, "num_attention_heads": 4},
+    **{
+        "model_family": "nemotron_h",
+        "hybrid_layer_pattern": "M*-M",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+    },
     **{"vocab_size": 50, "kv_channels": 8, "max_position_embeddings": 200, "mamba_num_heads": 6},
     **{"mamba_head_dim": 6, "mamba_state_dim": 8, "mamba_num_groups": 2},
 }
@@ -46,7 +51,9 @@ def mamba_by_token(c, b, x, decay, step, skip, starts):
 
 @pytest.mark.parametrize("length", [1, 5, 64, 65, 200])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("chunks, recurrence", [(gated_delta_rule, delta_by_token), (state_space, mamba_by_token)])
+@pytest.mark.parametrize(
+    "chunks, recurrence", [(gated_delta_rule, delta_by_token), (state_space, mamba_by_token)]
+)
 def test_chunks_equal_the_recurrence(chunks, recurrence, length, documents):
     """With documents that begin within a chunk, at one, and after one that is a document's alone."""
     torch.manual_seed(length)

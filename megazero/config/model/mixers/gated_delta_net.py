@@ -82,8 +82,8 @@ def _heads(c: GatedDeltaNetOptions) -> Iterator[str]:
 class GatedDelta(Mixer):
     """Gated delta net in one model.
 
-    Rows of both input linears lie by key head: its query, its key, its values and their gates; the steps and the
-    decays of its values. So tensor-parallel ranks have consecutive rows.
+    Its input linears make queries, keys, values and their gates; and of each value the step and the decay. All lie by
+    key head, so tensor-parallel ranks have consecutive rows. Qwen3-Next has them in two tensors, by key head, too.
     """
 
     c: GatedDeltaNetOptions
@@ -92,26 +92,30 @@ class GatedDelta(Mixer):
     rules = (_heads,)
     names = {
         "attention": "linear_attn",
+        **{f"attention.{name}": f"linear_attn.{name}" for name in ("norm", "out_proj")},
         **{
-            f"attention.{name}": f"linear_attn.{name}"
-            for name in ("in_proj_qkvz", "in_proj_ba", "norm", "out_proj")
+            f"attention.in_{part}": ("linear_attn.in_proj_qkvz", number) for number, part in enumerate("qkvz")
         },
+        **{f"attention.in_{part}": ("linear_attn.in_proj_ba", number) for number, part in enumerate("ba")},
         **{f"attention.{part}_conv": ("linear_attn.conv1d", number) for number, part in enumerate("qkv")},
     }
+
+    groups = dict.fromkeys(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), "linear_num_key_heads")
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         c, heads = self.c, self.c.linear_num_value_heads
         key, value = c.linear_key_size, c.linear_value_size
-        sizes = (("q", key), ("k", key), ("v", value))
+        sizes = {"q": key, "k": key, "v": value, "z": value, "b": heads, "a": heads}
         return (
             ParameterSpec("attention.A_log", (heads,), 0, law=DECAY),
             ParameterSpec("attention.dt_bias", (heads,), 0, law=TIME_STEP),
-            *column(c, "attention.in_proj_qkvz", 2 * (key + value), bias=False),
-            *column(c, "attention.in_proj_ba", 2 * heads, bias=False),
+            *(p for part, size in sizes.items() for p in column(c, f"attention.in_{part}", size, bias=False)),
             *(
                 p
-                for part, size in sizes
-                for p in convolution(f"attention.{part}_conv", size, c.linear_conv_kernel_dim, bias=False)
+                for part in "qkv"
+                for p in convolution(
+                    f"attention.{part}_conv", sizes[part], c.linear_conv_kernel_dim, bias=False
+                )
             ),
             ParameterSpec("attention.norm.weight", (c.linear_value_head_dim,), mean=1.0, own_heads=True),
             *row(c, "attention.out_proj", value, bias=False),

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from megazero.config.model.parameters import ParameterSpec
 
-CHUNK = 64  # tokens whose products are matrices where they meet in a state; between chunks there is that alone
+CHUNK = (
+    64  # tokens whose products are matrices where they meet in a state; between chunks there is that alone
+)
 Names = Mapping[str, str | tuple[str, int]]
 
 
@@ -81,6 +83,7 @@ class Mixer(ABC):
     rotated_by: the flag of how many channels positions turn.
     in_fp8: its linears multiply as a run's products do; else plainly.
     names, megatron: what Hugging Face calls its modules, where a family does not say otherwise, and what Megatron.
+    groups: as TensorNames has them, of these names.
     """
 
     c: Any
@@ -90,6 +93,7 @@ class Mixer(ABC):
     rotated_by: ClassVar[str] = "--kv-channels"
     in_fp8: ClassVar[bool] = True
     names: ClassVar[Names] = {}
+    groups: ClassVar[Mapping[str, str]] = {}
     megatron: ClassVar[Names] = {}
 
     @classmethod
