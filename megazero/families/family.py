@@ -47,9 +47,10 @@ class TensorNames:
     ``transposed`` says that matrices of layers are stored [in, out].
     ``groups`` maps a tensor of parts to the option that counts groups in it: it has the rows of the first group of
     every part, such as the query heads, the key and the value that belong together, then those of the second group,
-    and so on. Another one has all of the first part, then all of the second. ``needs`` maps an option, or a property of ModelConfig
-    such as gated_mlp, to the value, or to the tuple of values, that these names can express. ``equal`` has pairs of
-    them that must be equal for it. ``aliases`` maps a name in some release of transformers to the name in files.
+    and so on. Another one has all of the first part, then all of the second.
+    ``needs`` maps an option, or a property of ModelConfig such as gated_mlp, to the value, or to the tuple of values,
+    that these names can express. ``equal`` has pairs of them that must be equal for it. ``aliases`` maps a name in
+    some release of transformers to the name in files.
     """
 
     model: Mapping[str, str]

@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA 2025, arXiv 2504.03624): layers of one branch, which is Mamba-2, attention without
-positions, an MLP of relu(x)^2, or experts of that."""
+"""Nemotron-H and Nemotron 3 (NVIDIA 2025, arXiv 2504.03624): layers of one branch, which is Mamba-2, attention
+without positions, an MLP of relu(x)^2, or experts of that."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _placement(
 def _grouped_segments(
     parts: Mapping[int, int], part: int, groups: int, first: int, rows: int
 ) -> tuple[RowRange, ...]:
-    """Return the segments of the rows ``first`` .. of a part in a tensor of ``groups``, each with rows of all parts."""
+    """Return the segments of the rows ``first`` .. of a part in a tensor of ``groups``, each with some of all."""
     of_group = {other: count // groups for other, count in parts.items()}
     size, before, whole = of_group[part], _before(part, of_group), sum(of_group.values())
     segments, at = list[RowRange](), first

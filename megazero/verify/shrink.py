@@ -29,8 +29,8 @@ from megazero.verify.shrink_world import SubLayout, sub_layout
 LOSS_SCALE = 1024.0
 FP8_SIDE = 16  # of the smallest matrices in fp8
 HEADS_OF_GROUP = 2  # query heads that share a key/value head, at most
-# With norms of queries and keys, or of Mamba-2's output, which are small here, and would not be behind their norms: one
-# fp32 rank of OLMo 2 is 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
+# With norms of queries and keys, or of Mamba-2's output, which are small here, and would not be behind them: one fp32
+# rank of OLMo 2 is 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
 INNER_NORM_EPSILON = 1e-2
 
 

@@ -205,8 +205,8 @@ def column(
 
 
 def convolution(name: str, channels: int, kernel: int, bias: bool) -> Iterator[ParameterSpec]:
-    """Yield a convolution of each channel, which tensor-parallel ranks share, over ``kernel`` tokens. Its deviation is
-    that of torch's and Megatron's uniform values: with a matrix's, states would begin as good as empty."""
+    """Yield a convolution of each channel, which tensor-parallel ranks share, over ``kernel`` tokens. Its deviation
+    is that of torch's and Megatron's uniform values: with a matrix's, states would begin as good as empty."""
     yield ParameterSpec(f"{name}.weight", (channels, 1, kernel), 0, std=1 / math.sqrt(3 * kernel))
     if bias:
         yield ParameterSpec(f"{name}.bias", (channels,), 0)

@@ -85,12 +85,12 @@ def _pattern(values: Values, known: Known) -> Completed:
         return Completed(
             errors=[f"{flag} needs --hybrid-layer-pattern: which layers there are" for flag in typed]
         )
-    layers = ",".join(str(len(stage)) for stage in pattern.split("|"))
     if "|" not in pattern:
         return Completed()
+    layers = ",".join(str(len(stage)) for stage in pattern.split("|"))
     cut = {PATTERN: pattern.replace("|", ""), "pipeline_partition": layers}
     if said not in (None, layers):
-        error = f"--pipeline-partition {said}: the bars of --hybrid-layer-pattern {pattern} are {layers}; leave one out"
+        error = f"--pipeline-partition {said}: bars of --hybrid-layer-pattern {pattern} are {layers}; leave one out"
         return Completed(cut, errors=[error])
     return Completed(cut, [f"the bars of --hybrid-layer-pattern are --pipeline-partition {layers}"])
 

@@ -42,9 +42,9 @@ class CausalConvolution(nn.Module):
 
 
 class Decays(NamedTuple):
-    """The decays in chunks, [chunks, b, heads, tokens]: from a chunk's beginning to a token's state, and from there to
-    the chunk's end. through: of the whole chunk, [chunks, b, heads, 1]. between: from the state of the second token to
-    that of the first, [chunks, b, heads, tokens, tokens], 0 where the first does not see the second.
+    """The decays in chunks, [chunks, b, heads, tokens]: from a chunk's beginning to a token's state, and from there
+    to the chunk's end. through: of the whole chunk, [chunks, b, heads, 1]. between: from the second token's state
+    to the first's, [chunks, b, heads, tokens, tokens], 0 where the first does not see the second.
     """
 
     begin: Tensor

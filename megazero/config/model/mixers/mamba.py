@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), as Nemotron-H has it: a state of each head instead of keys and values."""
+"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), as Nemotron-H has it: a state of each head, no keys and values."""
 
 from __future__ import annotations
 
