@@ -62,7 +62,7 @@ def _read_layers(config: Config) -> dict[str, Any]:
         raise ValueError(f"{_TYPES} is missing")
     if others := sorted({*(types or ())} - _LETTERS.keys()):
         raise ValueError(f"{_TYPES} with {', '.join(others)} is not supported (only {', '.join(_LETTERS)})")
-    said = pattern if types is None else "".join(_LETTERS[kind] for kind in types)
+    said = f"{pattern}" if types is None else "".join(_LETTERS[kind] for kind in types)
     if pattern not in (None, said):
         raise ValueError(f"{_TYPES} is {said}, and {_PATTERN} = {pattern!r}")
     if layers not in (None, len(said)):

@@ -66,7 +66,7 @@ def _groups(c: MambaOptions) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Mamba(Mixer):
+class StateSpace(Mixer):
     """Mamba-2 in one model. Its five input linears lie by group of heads, so ranks have consecutive rows."""
 
     c: MambaOptions
