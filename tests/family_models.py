@@ -196,9 +196,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", NEMOTRON_H),
     "nemotron_h-groups": (
         "NemotronH",
-        {**NEMOTRON_H, "layers_block_type": ["mlp", "linear_attention", "moe", "moe", "linear_attention"]}
+        {**NEMOTRON_H, "layers_block_type": ["mlp", "linear_attention", "moe", "moe", "full_attention"]}
         | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
-        | {"time_step_min": 1.2, "moe_intermediate_size": 28},
+        | {"time_step_min": 0.01, "moe_intermediate_size": 28},
     ),
     "mixtral": ("Mixtral", {**LOCAL_EXPERTS, "head_dim": 16}),
     "mixtral-window-tied": ("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 5, "tie_word_embeddings": True}),
