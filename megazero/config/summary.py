@@ -146,6 +146,7 @@ def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
 def model_summary(model: ModelConfig, tp: int) -> str:
     """Describe the architecture and its size over ``tp`` tensor-parallel ranks. The vocabulary may be unknown."""
     m, kinds = model, layer_kinds(model)
+    pattern = f" {m.hybrid_layer_pattern}" if m.hybrid_layer_pattern else ""
 
     def count(choice: str) -> str:
         """Return how many layers have a choice, in words."""
@@ -169,7 +170,7 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     experts = f"{m.num_experts} experts of {m.expert_width}, {m.moe_router_topk} for each token"
     experts += f" and shared ones of {shared}" if shared else ""
     parts = [
-        f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
+        f"{m.model_family}: {m.num_layers} layers{pattern}, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
         f"{', '.join(mixer.words for mixer in mixers_of(m))}",
         f"{positions[m.position_embedding_type]}, {m.normalization} ({m.norm_epsilon:g}), {activation}, {biases}, "
         f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",

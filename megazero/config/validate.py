@@ -22,6 +22,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.config.rules import RULES, fp8_share, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.schedule.batch_sizes import BatchSizes
+from megazero.families.layer_kinds import mixers
 from megazero.mesh.grid import context_problem, expert_problem
 
 
@@ -79,11 +80,12 @@ def _judged(rule: Callable[..., Iterable[str]], *of: Any) -> list[str]:
     return lines
 
 
-def facts(config: RunConfig) -> dict[str, bool]:
+def facts(config: RunConfig) -> dict[str, Any]:
     """Return what options need beside the values of others (options/needs.py), by name."""
     zero, parallel = config.zero, config.parallel
     planned = may_quantise(zero.zero_preset, config.planning.loss_policy)
     return {
+        "mixers": mixers(config.model),
         "loads_hugging_face": is_published(config.checkpoint.load),
         "gathers_keys": comm_type(parallel) != SWAP,
         "names_parts": any(getattr(config.data, name) for name in PARTS),
@@ -117,6 +119,7 @@ DERIVED_FROM = {
     "ffn_hidden_size": ("hidden_size",),
     "kv_channels": ("hidden_size", "num_attention_heads"),
     "num_query_groups": ("num_attention_heads",),
+    "mamba_num_heads": ("hidden_size", "mamba_head_dim"),
     "max_position_embeddings": ("seq_length",),
 }
 

@@ -28,7 +28,7 @@ from megazero.config.options.sections import INDUCTOR
 from megazero.families.layer_kinds import layer_kinds
 from megazero.models.attention import allow_graphs
 from megazero.models.decoder import Decoder
-from megazero.models.feed_forward import FeedForward
+from megazero.models.experts import MixtureOfExperts
 from megazero.models.layer import DecoderLayer
 from megazero.models.multi_token import FurtherLayer
 from megazero.tp import LossPieces
@@ -52,7 +52,7 @@ def compile_decoder(decoder: Decoder, backend: str) -> None:
     }
     for layer in decoder.layers.values():
         assert isinstance(layer, DecoderLayer)
-        whole = alone and decoder.cp.size == 1 and isinstance(layer.mlp, FeedForward)
+        whole = alone and decoder.cp.size == 1 and not isinstance(layer.mlp, MixtureOfExperts)
         # A recompute is inside a whole graph, which chooses what is kept among all operations, and around others.
         parts = ("_attended", "_fed") if layer.recompute == "mlp" else ("_layer",)
         for name in ("forward",) if whole else parts:

@@ -76,7 +76,7 @@ def layer_activations(
     if heads and (backend == "math" or (on_host and backend == "flash")):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
     large, product = layer.in_fp8(config.precision.fp8_least), config.precision.product
-    whole = tokens * (width * elements + inside + masks + 4 * heads) + scores
+    whole = tokens * (width * elements + inside + wide * work.gated / tp + masks + 4 * heads) + scores
     whole -= tokens * _narrower(large, product, stream, tp, width)
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megazero.config.model.mixers import MIXERS, Mixer
 from megazero.config.model.parameters import ParameterSpec, column, norm, row
-from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.families.layer_kinds import LayerKind, layer_kinds
+from megazero.config.model.section import ModelConfig
+from megazero.families.layer_kinds import DENSE, EXPERTS, NOTHING, LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
 from megazero.products import fits_fp8
 
@@ -268,8 +268,9 @@ def _by_choices(c: ModelConfig) -> dict[tuple[LayerKind, bool], list[int]]:
 
 def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     """Describe a layer (models/layer.py). Its parameters are in the order of ``named_parameters``."""
-    norms, h = LAYER_NORMS[c.transformer_block_type], c.hidden_size
-    mixer, mlp = MIXERS[choices.mixer](c), _experts(c) if choices.experts else _mlp(c)
+    norms, h = c.norms_of(choices), c.hidden_size
+    mixer, mlp = MIXERS[choices.mixer](c), FEED_FORWARDS[choices.feed_forward](c)
+    mixes, feeds = (int(branch != NOTHING) for branch in (choices.mixer, choices.feed_forward))
     blocks = (
         ("input_norm", mixer.parameters()),
         ("attention_output_norm", ()),
@@ -279,12 +280,12 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     parameters = tuple(
         p for name, block in blocks for p in (*(norm(c, name) if name in norms else ()), *block)
     )
-    # The input of each norm and of attention and MLP.
-    streams = max(4, 2 + len(norms))
+    # The input of each norm and of each branch.
+    streams = max(2 * (mixes + feeds), mixes + feeds + len(norms))
     # The mixer has linears that ranks share, and the MLP, of experts the shared ones.
     shared = c.moe_shared_expert_intermediate_size is not None
     last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
-    reads_output = c.hidden_dropout > 0 or "mlp_output_norm" in norms
+    reads_output = c.hidden_dropout > 0 or norms[-1].endswith("output_norm")
     # What nothing reads is not computed again.
     read = reads_output or (choices.experts and (shared or c.add_bias_linear))
     again = [
@@ -294,20 +295,20 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     ]
     # The inputs of MLP and of its output's norm; of a parallel block it keeps the residual instead, too.
     inside = h * (("mlp_norm" in norms) + ("mlp_output_norm" in norms) - c.parallel_block)
-    sums = int(not choices.experts or shared)
+    sums = feeds * int(not choices.experts or shared)
     return LayerSpec(
         LAYER,
         parameters,
         inputs=mixer.work.taken + h * sums,
-        outputs=h + h * sums,
-        moved=Elements(10 * h, mixer.work.moved + mlp.moved),
+        outputs=h * mixes + h * sums,
+        moved=Elements(5 * h * (mixes + feeds), mixer.work.moved + mlp.moved),
         kept=Elements(streams * h + mixer.work.latents, mixer.work.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         mixer=mixer,
         fed=Fed(
             sums,
             sum(p.multiply_adds for p in again),
-            moved=Elements(5 * h, mlp.moved),
+            moved=Elements(5 * h * feeds, mlp.moved),
             kept=Elements(inside, mlp.kept),
         ),
         experts=choices.experts,
@@ -333,9 +334,9 @@ def _further(c: ModelConfig, layer: LayerSpec) -> LayerSpec:
 class Block(NamedTuple):
     """An MLP: its parameters, and the inner elements of a token that are moved, kept, and gradients."""
 
-    parameters: tuple[ParameterSpec, ...]
-    moved: int
-    kept: int
+    parameters: tuple[ParameterSpec, ...] = ()
+    moved: int = 0
+    kept: int = 0
     gradients: int = 0
 
 
@@ -370,7 +371,7 @@ def _experts(c: ModelConfig) -> Block:
     weight = ParameterSpec("mlp.router.weight", (count, h), std=c.matrix_std, multiplies=True)
     bias = replace(weight, name="mlp.router.bias", shape=(count,), multiplies=False)
     router = (weight, bias) if c.add_bias_linear else (weight,)
-    beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block((), 0, 0)
+    beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block()
     gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.matrix_std, multiplies=True)
     gated = (gate,) if shared and c.moe_shared_expert_gate else ()
     # Rows are laid out by expert, and by token and added: 5 h elements of each in a forward, 8 h in a backward, which
@@ -386,6 +387,13 @@ def _experts(c: ModelConfig) -> Block:
         kept=topk * (h + kept) + beside.kept + scores + kept_gate,
         gradients=topk * (each.gradients + 2 * h) + beside.gradients,
     )
+
+
+FEED_FORWARDS: Mapping[str, Callable[[ModelConfig], Block]] = {
+    DENSE: _mlp,
+    EXPERTS: _experts,
+    NOTHING: lambda c: Block(),
+}
 
 
 def router_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:

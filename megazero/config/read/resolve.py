@@ -77,6 +77,24 @@ def _loaded(values: Values, known: Known) -> Completed:
     return Completed(set_since(values, completed), notes, clashes, loaded, failed)
 
 
+def _pattern(values: Values, known: Known) -> Completed:
+    """Cut stages where a pattern of layers has bars, as Megatron does."""
+    pattern, said = values.get(PATTERN), values.get("pipeline_partition")
+    if pattern is None:
+        typed = [f"--{flag}" for flag in ("is-hybrid-model", "spec") if flag in known.said.accepted]
+        return Completed(
+            errors=[f"{flag} needs --hybrid-layer-pattern: which layers there are" for flag in typed]
+        )
+    if "|" not in pattern:
+        return Completed()
+    layers = ",".join(str(len(stage)) for stage in pattern.split("|"))
+    cut = {PATTERN: pattern.replace("|", ""), "pipeline_partition": layers}
+    if said not in (None, layers):
+        error = f"--pipeline-partition {said}: bars of --hybrid-layer-pattern {pattern} are {layers}; leave one out"
+        return Completed(cut, errors=[error])
+    return Completed(cut, [f"the bars of --hybrid-layer-pattern are --pipeline-partition {layers}"])
+
+
 def _groups(values: Values, known: Known) -> Completed:
     """Note where the model is not that of Megatron, which ignores --num-query-groups by itself.
 
@@ -402,6 +420,7 @@ FORMATS = (*OF_WEIGHTS, *OF_GRADIENTS, *OF_BOTH)
 UPDATES = tuple(
     opt.name for opt in all_options().values() if Resume.UPDATE in opt.resume and not of_schedule(opt.name)
 )
+PATTERN = "hybrid_layer_pattern"
 # Of Megatron's words, before and after the model is known.
 DERIVED_LENGTHS = Completion(complete_derived, (*DERIVED, *MADE_OF), (*DERIVED, *MADE_OF))
 LOADED = Completion(
@@ -414,6 +433,7 @@ GELU = Completion(_gelu, (*OF_MODEL, UNFUSED_GELU), ("openai_gelu", UNFUSED_GELU
 # The tokenizer and the data come last: they decide nothing else.
 COMPLETIONS = (
     DERIVED_LENGTHS,
+    Completion(_pattern, (PATTERN, "pipeline_partition"), (PATTERN, "pipeline_partition")),
     LOADED,
     Completion(_groups, ("num_query_groups", "num_attention_heads", "model_family")),
     CONDITIONS,

@@ -38,13 +38,14 @@ NAMES = TensorNames(
         **{name: name for name in _FURTHER},
         "output_norm": "final_layernorm",
     },
-    fused="groups",
+    groups={"self_attention.linear_qkv": "num_query_groups"},
     needs={
         "position_embedding_type": ("rope", "learned_absolute"),
         "qk_norm": ("none", "head"),
         "transformer_block_type": "sequential",
         "attention_output_gate": False,
         "experimental_attention_variant": None,
+        "single_branches": False,
     },
 )
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -158,6 +158,8 @@ def other(option: Option, usual: object) -> object:
     if option.kind in ("ints", "floats"):
         of = int if option.kind == "ints" else float
         return (of(3),) if usual == (of(2),) else (of(2),)
+    if option.kind == "str":
+        return "**" if usual == "*-" else "*-"
     return {"bool": not usual, "int": (usual or 2) + 1, "float": (usual or 1.5) * 0.5}[option.kind]
 
 

@@ -614,6 +614,10 @@ deepseek_v3 SIGMOIDS {} -> deepseek_v3
 deepseek_v3 SIGMOIDS {"multi_latent_attention": False} -> glm4_moe
 deepseek_v2 SIGMOIDS {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False} -> deepseek_v2
 mixtral SIGMOIDS {"moe_shared_expert_intermediate_size": None} -> --moe-router-score-f
+nemotron_h {"hybrid_layer_pattern": "M*"} -> nemotron_h
+nemotron_h SIGMOIDS {"hybrid_layer_pattern": "ME"} -> nemotron_h
+nemotron_h {"hybrid_layer_pattern": "M*", "swiglu": True, "squared_relu": False} -> --hybrid-layer-pattern
+nemotron_h {"hybrid_layer_pattern": "M*", "no_rope_freq": (2,)} -> nemotron_h; --no-rope-freq 2
 llama {"sliding_window": 64} -> mistral
 llama {"qk_norm": "all-heads", "transformer_block_type": "output-norm"} -> olmo2
 qwen2 {"add_qkv_bias": False} -> llama

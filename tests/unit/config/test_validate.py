@@ -199,12 +199,26 @@ CP --seq-length 31 -> --context-parallel-size 2; --seq-length 31; 30 or 32
 CP --seq-length 30 --tensor-model-parallel-size 2 --sequence-parallel
     -> --context-parallel-size 2; --seq-length 30; --tensor-model-parallel-size 2; 28 or 32
 CP --model-family qwen3_next --kv-channels 8
-    -> --context-parallel-size 2; --experimental-attention-variant gated_delta_net; 1
+    -> --context-parallel-size 2; 1
 --model-family qwen3_next --kv-channels 8 --linear-num-value-heads 24
     -> --linear-num-value-heads 24; --linear-num-key-heads 16; 16 or 32
 --model-family qwen3_next --kv-channels 8 --tensor-model-parallel-size 4 --linear-num-key-heads 2
     -> --linear-num-key-heads 2; --tensor-model-parallel-size 4; 2
 --model-family qwen3_next --kv-channels 8 --linear-attention-freq 0,1 -> --linear-attention-freq 0,1; --num-layers
+--hybrid-layer-pattern M+-- -> --hybrid-layer-pattern M+--; --multi-latent-attention; M--
+--hybrid-layer-pattern M*- --num-layers 4 -> --hybrid-layer-pattern M*-; --num-layers 4; --num-layers 3
+--hybrid-layer-pattern EE --num-layers 2 --num-experts 4 -> --hybrid-layer-pattern EE; M, G or *
+--hybrid-layer-pattern M-E* -> --hybrid-layer-pattern M-E*; --num-experts
+--hybrid-layer-pattern M-M* --num-experts 4 -> --num-experts 4; --hybrid-layer-pattern M-M*; E
+--hybrid-layer-pattern M-M* --transformer-block-type parallel -> --transformer-block-type parallel; sequential
+--hybrid-layer-pattern M-M* --mamba-num-groups 3 -> --mamba-num-heads 2; --mamba-num-groups 3; 3
+--hybrid-layer-pattern M-M* --mamba-num-groups 2 --tensor-model-parallel-size 4
+    -> --mamba-num-groups 2; --tensor-model-parallel-size 4; 2
+CP --hybrid-layer-pattern M-M* --mamba-num-groups 2 -> --context-parallel-size 2; 1
+--hybrid-layer-pattern M-|M* --mamba-num-groups 2 PP --pipeline-partition 1,3
+    -> --pipeline-partition 1,3; M-|M*; 2,2
+--is-hybrid-model -> --is-hybrid-model; --hybrid-layer-pattern
+--spec other_module stack_spec -> --spec; --hybrid-layer-pattern
 CP --num-attention-heads 9 --kv-channels 4 --cp-comm-type a2a
     -> --context-parallel-size 2; --cp-comm-type; 1 or 3, or any with --cp-comm-type all_gather
 --context-parallel-size 4 --num-attention-heads 12 --num-query-groups 6 --kv-channels 4 --cp-comm-type a2a
