@@ -103,6 +103,7 @@ SHARED = {**EXPERTS, "shared_expert_intermediate_size": 36, "norm_topk_prob": Fa
 LOCAL_EXPERTS = {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 2}
 ROUTED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"}
+ROUTED |= {"num_nextn_predict_layers": 0}  # transformers has no such layers
 GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 # One width alone would not show which is which.
 LATENT = {

@@ -250,7 +250,7 @@ def test_names_units_and_sets(family, tied):
     assert heads == {name for name, p in shared.specs.items() if p.partial(4, sequence_parallel=False)}
     assert {shared.specs[name].copies(4) for name in heads} == {2}
     assert all(shared.placements()[name].segments[0].stored == 12 for name in heads)  # the second head's rows
-    ends = ("bias", "sinks", "A_log", ".D")
+    ends = ("bias", "sinks", "A_log", ".D", "alpha_p", "alpha_n")
     biases_and_norms = {name for name in parameters if "norm" in name or name.endswith(ends)}
     assert decoder.no_weight_decay() == biases_and_norms
     assert {name for name, p in placements.items() if p.local_shape == p.shape} <= replicated
