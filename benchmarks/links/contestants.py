@@ -467,7 +467,8 @@ HEATS = {
     ),
     "pipelines": tuple(PIPELINES),
 }
-PAGE_HEATS = ("sharded", "replicated", "presets", "formats", "patched", "megatron")  # those of docs/results/comparison.md
+# Those of docs/results/comparison.md.
+PAGE_HEATS = ("sharded", "replicated", "presets", "formats", "patched", "megatron")
 
 
 def absent(name: str) -> str | None:
