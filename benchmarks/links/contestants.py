@@ -1,7 +1,7 @@
 """Contestants of the comparison: megazero's presets and the peers, with bf16 parameters, an fp32 master, AdamW and
 clipping, on the same decoder and tokens. Peers send bf16 gradients; megazero's exact presets send fp32 where a
-rank's gradient is already a sum. All start from the same fp32 weights but DeepSpeed, which makes its master of the
-bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
+rank's gradient is already a sum. All start from the same fp32 weights but DeepSpeed and Megatron's, which make their
+master of the bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
 
 Peers stand in two forms: as most people write the loop (everything after every micro-batch), and "once", which
 crosses the nodes once per step as far as the peer's own switches allow. Those of OUTER cross every INTERVAL steps.
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.harness import Taken, device
-from benchmarks.links import pipelines, volume
+from benchmarks.links import hfsdp, pipelines, volume
 from benchmarks.steps import (
     ADAMW,
     CLIP,
@@ -350,6 +350,13 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
     return Contestant(build, sent)
 
 
+def megatron_fsdp(outer: str) -> Contestant:
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        return Running(hfsdp.hfsdp_step(shape, ranks_per_node, outer))
+
+    return Contestant(build, volume.hfsdp if outer == "optim" else partial(volume.hsdp, once=True))
+
+
 def deepspeed_zero(stage: int) -> Contestant:
     """ZeRO-1 reduces once per step by itself; ZeRO-3 gathers and reduces with every micro-batch and cannot else."""
 
@@ -419,6 +426,8 @@ CONTESTANTS: dict[str, Contestant] = {
     "HSDP patched INT4": patched(gradients="int4", hybrid=True),
     "FSDP2 patched INT8": patched("int8", "int4"),
     "FSDP2 patched delta": patched("int4-delta", "int4"),
+    "Megatron HFSDP": megatron_fsdp("optim"),
+    "Megatron HSDP": megatron_fsdp("no_shard"),
     "DDP": ddp(),
     "DDP once": ddp(once=True),
     "DeepSpeed ZeRO-1": deepspeed_zero(1),
@@ -449,6 +458,7 @@ HEATS = {
         *("HSDP patched INT4", "FSDP2 patched INT8", "FSDP2 patched delta", "megazero zeropp"),
         *("FSDP2", "HSDP", "HSDP once"),
     ),
+    "megatron": ("megazero zeropp", "Megatron HFSDP", "Megatron HSDP", "HSDP once", "FSDP2"),
     EXPERTS: (
         *("megazero zeropp as a run", "megazero zeropp EP", "megazero zeropp TP", "megazero hpz EP"),
         *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
@@ -463,11 +473,12 @@ HEATS = {
     ),
     "pipelines": tuple(PIPELINES),
 }
-PAGE_HEATS = ("sharded", "replicated", "presets", "formats", "patched")  # those of docs/results/comparison.md
+# Those of docs/results/comparison.md.
+PAGE_HEATS = ("sharded", "replicated", "presets", "formats", "patched", "megatron")
 
 
 def absent(name: str) -> str | None:
     """Return why a contestant cannot take part here, or None."""
-    if name.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed (pip install deepspeed)"
-    return None
+    needs = {"DeepSpeed": ("deepspeed",), "Megatron": ("megatron_fsdp", "einops")}.get(name.split()[0], ())
+    missing = [package for package in needs if importlib.util.find_spec(package) is None]
+    return f"pip install {' '.join(missing)}".replace("_", "-") if missing else None

@@ -118,6 +118,12 @@ def hsdp(case: Case, once: bool) -> float:
     return 2 * case.hop * BF16 * case.elements * (1 if once else case.micro_batches)
 
 
+def hfsdp(case: Case) -> float:
+    """Return HFSDP's bytes, once per step: sums are scattered between replicas; new weights are gathered in the first
+    forward and again in its backward, but for the root's, which stay."""
+    return case.hop * BF16 * (4 * case.elements - sum(case.ends))
+
+
 def patched(codecs: Codecs, case: Case, hybrid: bool) -> float:
     """Return the bytes of FSDP2 under fsdp2_patch, once per step. hybrid: shares of the sums go between replicas and
     back; else sums and weights go to the ranks of the same place."""

@@ -204,8 +204,9 @@ def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -
 
 
 def differences(every: Sequence[Facts]) -> Iterator[str]:
-    """Yield notes on nodes with less free memory than the others."""
+    """Yield notes on nodes with less free memory than the others, or with network cards that NCCL leaves out."""
     nodes = {facts.node: facts for facts in every}
+    yield from (f"{node}: {facts.unused}" for node, facts in nodes.items() if facts.unused)
     for kind in ("host_memory", "device_memory"):
         free = {node: getattr(facts, kind)[0] for node, facts in nodes.items()}
         for node, size in free.items():

@@ -32,7 +32,7 @@ Gather = Callable[[Any], list]  # one object per rank, by rank
 class Facts:
     """What a rank found out about its node. wrong: the faults of its device, in words; empty if there are none.
 
-    device_memory, host_memory: free bytes and all bytes.
+    device_memory, host_memory: free bytes and all bytes. unused: what NCCL leaves out of the network cards, in words.
     """
 
     node: str
@@ -40,6 +40,7 @@ class Facts:
     wrong: tuple[str, ...]
     device_memory: tuple[int, int]
     host_memory: tuple[int, int]
+    unused: str = ""
 
 
 def missing_gpus() -> str | None:
@@ -65,8 +66,31 @@ def find_facts(node: str, device: torch.device) -> Facts:
     asks = device.type == "cuda" and not wrong
     device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
     host = host_memory()
+    host_free = (host.get("MemAvailable", 0), host.get("MemTotal", 0))
     return Facts(
-        node, device.type, wrong, device_memory, (host.get("MemAvailable", 0), host.get("MemTotal", 0))
+        node, device.type, wrong, device_memory, host_free, unused_rdma(os.environ.get("NCCL_IB_HCA", ""))
+    )
+
+
+def unused_rdma(taken: str, root: Path = Path("/sys/class/infiniband")) -> str:
+    """Say which active RDMA devices NCCL does not take, or return "".
+
+    taken: NCCL_IB_HCA, beginnings of names; behind = whole names, and behind ^ those that are left out.
+    """
+    left_out, exact = taken.startswith("^"), taken.lstrip("^").startswith("=")
+    words = [word.split(":")[0] for word in taken.lstrip("^=").split(",") if word]
+
+    def takes(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words) != left_out
+
+    ports = root.glob("*/ports/*/state")
+    active = sorted({port.parents[2].name for port in ports if "ACTIVE" in port.read_text()})
+    idle = [name for name in active if words and not takes(name)]
+    if not idle:
+        return ""
+    return (
+        f"NCCL_IB_HCA={taken} leaves {', '.join(idle)} unused, of the active RDMA devices {', '.join(active)}: a port "
+        "that shows as two halves needs both"
     )
 
 

@@ -150,6 +150,30 @@ def test_a_device_that_computes_or_stores_wrongly_is_noticed(monkeypatch) -> Non
     assert not remembers(cpu, 2**21)
 
 
+@pytest.mark.parametrize(
+    "taken, idle",
+    [
+        ("", ""),
+        ("rocep", "roceP2p1s0f0"),
+        ("rocep1s0f0,roceP2p1s0f0:1", ""),
+        ("=rocep1s0f0", "roceP2p1s0f0"),
+        ("^roceP2", "roceP2p1s0f0"),
+        ("^mlx", ""),
+    ],
+)
+def test_a_half_of_a_port_that_nccl_leaves_out_is_a_note(tmp_path: Path, taken, idle) -> None:
+    for name, state in (
+        ("rocep1s0f0", "4: ACTIVE"),
+        ("roceP2p1s0f0", "4: ACTIVE"),
+        ("rocep1s0f1", "1: DOWN"),
+    ):
+        (port := tmp_path / name / "ports" / "1").mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+    said = health_probes.unused_rdma(taken, tmp_path)
+    assert (f"leaves {idle} unused" in said) if idle else not said
+    assert bool(idle) == any(idle in note for note in differences([replace(FACTS, unused=said)]))
+
+
 @pytest.mark.parametrize("said, errors", [("3", 3), ("0", 0), ("[N/A]", 0)])
 def test_memory_errors_are_those_that_the_driver_counts(tmp_path: Path, monkeypatch, said, errors) -> None:
     tool = tmp_path / "nvidia-smi"
