@@ -219,7 +219,7 @@ def _implementations(config: RunConfig) -> Iterator[str]:
         having = " and ".join(name for name, each in OPTIMIZERS.items() if chosen in each.factories)
         yield f"--optimizer-impl {chosen} has no {optimizer}, only {having}; nearest: auto"
     if chosen not in SMALL_MOMENTS:
-        for name in config.optimizer.moments_in("bf16", "int8"):
+        for name in config.optimizer.moments_in("bf16"):
             given = typed(all_options()[name], config.get(name))
             yield f"--optimizer-impl {chosen} keeps moments in fp32, and {given} is given; nearest: auto"
 

@@ -358,8 +358,7 @@ class RunConfig:
 
         Raises ValueError if there are no legal shards, or if formats have no effect.
         """
-        wire = resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), self.data_ranks(world))
-        return replace(wire, least_block=max(wire.least_block, self.optimizer.moment_block))
+        return resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), self.data_ranks(world))
 
     def num_micro_batches(self, world: World) -> int:
         """Return how many micro-batches one rank has in a step at the full global batch (after any ramp-up)."""
