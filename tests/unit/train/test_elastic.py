@@ -74,19 +74,6 @@ def test_a_loss_over_micro_batches_keeps_them() -> None:
             configured({**MIXTURE, **other}, 4)
 
 
-def test_shards_that_the_ranks_do_not_have() -> None:
-    config = configured({"zero_shard": (1, 2, 4)}, 2)
-    assert config.zero.zero_shard == (1, 2, 2)
-    config = configured({"num_distributed_optimizer_instances": 4}, 2)
-    assert config.zero.num_distributed_optimizer_instances == 2
-    config = configured({"zero_preset": "hpz"}, 2, per_node=1)
-    assert config.zero.zero_preset == "zero3"
-    config = configured({"zero_preset": "zeropp"}, 2, per_node=1)
-    assert config.zero.zero_preset == "zeropp" and config.shards(World(2, 1)).factors == (1, 1, 2)
-    config = configured({"zero_preset": "zeropp", "zero_hpz_partition_size": 4}, 4, per_node=2)
-    assert config.zero.zero_hpz_partition_size == 2
-
-
 def test_only_what_does_not_divide_is_said_to_be_elastics() -> None:
     """Errors of shards and lifetimes name their own nearest choice, whatever --elastic would make of them."""
     shards = {"zero_preset": "mics", "elastic": False}
@@ -100,7 +87,7 @@ def test_only_what_does_not_divide_is_said_to_be_elastics() -> None:
     of_shards, of_batch = error.value.errors
     assert of_shards.endswith("nearest legal preset: zero3")
     assert of_batch.endswith(
-        "to keep the global batch of 8 on 2 ranks: --zero-preset zero3 --micro-batch-size 4, as --elastic does"
+        "to keep the global batch of 8 on 2 ranks: --micro-batch-size 4, as --elastic does"
     )
 
 
