@@ -23,7 +23,7 @@ from megazero.config.options.data_sources import data_kind
 from megazero.config.options.fields import show, typed
 from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
 from megazero.config.options.sections import BALANCE_LOSSES, SINKHORN
-from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
+from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import BatchSizes
 
@@ -233,16 +233,6 @@ def _retention(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _spikes(config: RunConfig) -> Iterator[str]:
-    kept, every = config.checkpoint.save_keep_last, config.checkpoint.save_interval
-    least = -(-IN_A_ROW // every) + 1 if every else 1
-    if config.skipping.stop_on_spike and kept is not None and kept < least:
-        yield (
-            f"--save-keep-last {kept} with --save-interval {every} may delete the checkpoint from before a spike of "
-            f"{IN_A_ROW} iterations, which --stop-on-spike needs; nearest: {least}"
-        )
-
-
 def _profiled_steps(config: RunConfig) -> Iterator[str]:
     start, end = config.profiling.profile_step_start, config.profiling.profile_step_end
     if end <= start:
@@ -341,7 +331,6 @@ RULES: tuple[Rule, ...] = (
     _fp8,
     _implementations,
     _retention,
-    _spikes,
     _missing_checkpoint,
     _skipped_ranges,
     _planned,

@@ -42,7 +42,6 @@ from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
 from megazero.train.callbacks.reports import ExpertReport, Prediction, RoundingWatch, StragglerWatch
-from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
     make_datasets,
@@ -340,8 +339,6 @@ def _own_callbacks(config: RunConfig, launch: Launch, built: Built) -> Iterator[
         yield ExpertReport(balance)
     if built.forecast:
         yield Prediction(built.forecast)
-    if config.skipping.stop_on_spike:
-        yield SpikeWatch(config.skipping)
 
 
 def prepare(
