@@ -16,7 +16,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazero.config.secrets import redact
 from megazero.log.exit_status import ExitStatus
 from megazero.log.history import EVENTS_FILE, read_events
 from megazero.log.metrics import METRICS_FILE, decode
@@ -122,7 +121,7 @@ def read_run(log_dir: str | os.PathLike[str]) -> RunFiles:
         folder,
         [line for line in lines if "lm_loss" in line],
         [line for line in lines if "eval_lm_loss" in line],
-        redact(events),
+        events,
         lease,
         max(0.0, _clock_of(folder) - beats.stat().st_mtime),
     )

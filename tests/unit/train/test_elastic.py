@@ -157,24 +157,6 @@ def test_a_command_with_another_rate_goes_on_unless_it_names_a_checkpoint(
     assert checkpoint_to_load({**values, "lr": 0.5}).again == (not how)
 
 
-def test_commands_that_read_alike_without_their_secrets_are_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = make_config({**TINY, "mock_data": False, "data_path": ("/d/corpus7-one",)}, World(2, 2))
-    load, save = "hf:/models/sk-wikipedia-mistral-1", str(tmp_path / "b")
-    began = replace(one, checkpoint=replace(one.checkpoint, load=load, save=save, finetune=True))
-    record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
-    store.save(tmp_path / "b", store.Snapshot(5, [record], {}, configuration=began.to_dict()))
-    other = {**began.values(), "load": "hf:/models/sk-newspaper-llama-2"}
-    assert not checkpoint_to_load(other).again
-    monkeypatch.setenv("DATA_KEY", "corpus7-one")  # the same command under another environment
-    monkeypatch.setenv("MODEL_KEY", "mistral-1")
-    assert checkpoint_to_load(began.values()).again
-    moved = replace(began, data=replace(began.data, data_path=("/d/corpus7-two",)))
-    monkeypatch.setenv("DATA_PASS", "corpus7-two")
-    assert any("--data-path was" in note for note in origin._changed_order(moved, began.to_dict()))
-
-
 def test_ranks_that_are_told_read_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank reads each manifest once; the others have its configuration all the same, notes and all."""
     world, sizes = World(2, 2), ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
