@@ -169,12 +169,12 @@ def _take_folders(config: RunConfig, supervisor: Supervisor) -> None:
 def _share_lease(supervisor: Supervisor) -> None:
     """Tell all ranks what the first one holds. Collective. Raises NotStarted on every rank if another run has it."""
     lease = supervisor.lease
-    refused, owner, numbers = gather_objects((supervisor.refused, lease.holder.owner, lease.numbers))[0]
+    refused, owner, folders = gather_objects((supervisor.refused, lease.holder.owner, lease.folders))[0]
     if refused is not None:
         raise NotStarted(refused, ExitStatus.IN_USE)
-    lease.adopt(owner, numbers)
+    lease.adopt(owner, folders)
     if supervisor.launch.rank == 0:
-        for folder in list(numbers):
+        for folder in folders:
             lease.check(folder, fresh=True)
 
 

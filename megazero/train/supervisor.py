@@ -66,7 +66,7 @@ class Supervisor:
     def _share_owner(self, store: SealedStore) -> None:
         """Tell all ranks which lease is theirs. One that ends before the first collective then knows its folder."""
         if self.launch.rank == 0:
-            store.set("lease", json.dumps([self.lease.holder.owner, self.lease.numbers]))
+            store.set("lease", json.dumps([self.lease.holder.owner, self.lease.folders]))
             return
         # Rank 0 is stopped, or its store is; or another program has written there.
         with suppress(RuntimeError, ValueError, TypeError):
