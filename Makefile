@@ -121,7 +121,7 @@ bench: $(VENV)/.test
 # Everything that needs a GPU, in at most 8 minutes on one card, into runs/gpu-report; without a card a rehearsal. For
 # example REPORT_ARGS="--pieces kernels,race --fresh".
 gpu-report: $(VENV)/.test
-	$(BIN)/python tools/gpu_report.py $(REPORT_ARGS)
+	$(BIN)/python -m benchmarks.gpu_report $(REPORT_ARGS)
 
 # The documents as a site, into site/. A dead link or anchor fails.
 docs: $(VENV)/.base

@@ -256,12 +256,6 @@ megazero/convert/folder.py
   a folder has the dtype of most tensors, which may be norms
 > tests/unit/convert/test_convert.py::test_a_folder_has_the_dtype_of_most_elements_not_of_most_tensors
 
-megazero/convert/megatron/weights.py
-- names_of(self.model.gated_mlp, self.arguments.gate_last)
-+ names_of(self.model.gated_mlp, False)
-  the gate of BLOOM's fork is taken for what it gates
-> tests/unit/convert/test_megatron.py::test_the_gate_is_where_the_argument_says
-
 megazero/train/data/feeding.py
 - self.mesh.stage_rows(rows, self.loss_rank).view
 + rows.view

@@ -13,8 +13,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 # Page of the site -> file of the repository.
-OF_ROOT = {"readme.md": "README.md", **{f"develop/{n.lower()}": n for n in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")}}
-INTERFACES = {"zero": "megazero.zero", "fsdp2_patch": "fsdp2_patch.patch", "megatron_core_patch": "megatron_core_patch.patch"}
+OF_ROOT = {
+    "readme.md": "README.md",
+    **{f"develop/{n.lower()}": n for n in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")},
+}
+INTERFACES = {
+    "zero": "megazero.zero",
+    "fsdp2_patch": "fsdp2_patch.patch",
+    "megatron_core_patch": "megatron_core_patch.patch",
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -22,7 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
     for page, name in OF_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     for name, module in INTERFACES.items():
-        files.append(File.generated(config, f"reference/api-{name}.md", content=f"# {name}\n\n::: {module}\n"))
+        files.append(
+            File.generated(config, f"reference/api-{name}.md", content=f"# {name}\n\n::: {module}\n")
+        )
     return files
 
 
@@ -37,6 +46,7 @@ def on_page_markdown(text: str, page: Any, config: Any, files: Files) -> str:
         shown = of_page.get(name, name.removeprefix("docs/"))
         if not (name in of_page or name.startswith("docs/")):
             return words if words.strip("`") == name else f"{words} (`{name}`)"
-        return f"{image}[{words}]({posixpath.relpath(shown, posixpath.dirname(page.file.src_uri) or '.')}{anchor or ''})"
+        at = posixpath.relpath(shown, posixpath.dirname(page.file.src_uri) or ".")
+        return f"{image}[{words}]({at}{anchor or ''})"
 
     return LINK.sub(moved, text)

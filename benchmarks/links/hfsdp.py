@@ -85,7 +85,7 @@ def hfsdp_step(shape: Shape, ranks_per_node: int, outer: str) -> Step:
     )
 
     def clip(held: list[torch.Tensor]) -> torch.Tensor:
-        own = [p.grad.to_local() for p in held if p.grad is not None]
+        own = [p.grad.to_local() for p in held if p.grad is not None]  # type: ignore[attr-defined]
         torch._foreach_div_(own, dist.get_world_size())
         squared = torch.stack([torch.linalg.vector_norm(g.float()) for g in own]).square().sum()
         dist.all_reduce(squared, group=every if outer == "optim" else mesh["inside"].get_group())

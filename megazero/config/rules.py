@@ -24,7 +24,7 @@ from megazero.config.options.data_sources import data_kind
 from megazero.config.options.fields import show, typed
 from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
 from megazero.config.options.sections import BALANCE_LOSSES, SINKHORN
-from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
+from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import BatchSizes
 
@@ -241,7 +241,7 @@ def _implementations(config: RunConfig) -> Iterator[str]:
         having = " and ".join(name for name, each in OPTIMIZERS.items() if chosen in each.factories)
         yield f"--optimizer-impl {chosen} has no {optimizer}, only {having}; nearest: auto"
     if chosen not in SMALL_MOMENTS:
-        for name in config.optimizer.moments_in("bf16", "int8"):
+        for name in config.optimizer.moments_in("bf16"):
             given = typed(all_options()[name], config.get(name))
             yield f"--optimizer-impl {chosen} keeps moments in fp32, and {given} is given; nearest: auto"
 
@@ -252,16 +252,6 @@ def _retention(config: RunConfig) -> Iterator[str]:
         yield (
             f"--save-retain-interval {chosen} is not a multiple of --save-interval {every}; nearest: "
             f"{multiples_around(chosen, every)}"
-        )
-
-
-def _spikes(config: RunConfig) -> Iterator[str]:
-    kept, every = config.checkpoint.save_keep_last, config.checkpoint.save_interval
-    least = -(-IN_A_ROW // every) + 1 if every else 1
-    if config.skipping.stop_on_spike and kept is not None and kept < least:
-        yield (
-            f"--save-keep-last {kept} with --save-interval {every} may delete the checkpoint from before a spike of "
-            f"{IN_A_ROW} iterations, which --stop-on-spike needs; nearest: {least}"
         )
 
 
@@ -364,7 +354,6 @@ RULES: tuple[Rule, ...] = (
     _fp8,
     _implementations,
     _retention,
-    _spikes,
     _missing_checkpoint,
     _skipped_ranges,
     _planned,

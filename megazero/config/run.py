@@ -55,10 +55,10 @@ _NO_CLIP = Removed(
     "--zero-gradient-transform hadamard",
     off="0",
 )
-_NO_ROLLBACK = Removed(
-    "--stop-on-spike ends the run at a spike, and its error has the flags that go back and leave the samples out"
+_SPIKE = (
+    "look at the loss in metrics.jsonl (a callback may end the run), and start again from before a spike with "
+    "--ckpt-step N --skip-train-iteration-range FIRST-LAST, which leaves its samples out"
 )
-_SPIKE = Removed("--stop-on-spike takes the medians of 100 iterations, and ten in a row: leave it out")
 _FEEDBACK = (
     "gradients are rounded to nearest, as error feedback and random rounding keep less of a step's gain after the "
     "Hadamard transform (the default): leave it out; --zero-gradient-bits 8 loses less"
@@ -124,10 +124,16 @@ REMOVED = {
         "--log-dir LOGS (--tee 3 prints it, too)"
     ),
     "norm_impl": Removed("norms are torch's, with kernels of their own on CPUs: leave it out", off="torch"),
-    "rollback_on_spike": _NO_ROLLBACK,
-    "max_rollbacks": _NO_ROLLBACK,
-    "spike_window": _SPIKE,
-    "spike_iterations": _SPIKE,
+    **{name: Removed(_SPIKE) for name in ("stop_on_spike", "rollback_on_spike", "max_rollbacks")},
+    **{
+        f"spike_{name}": Removed(_SPIKE, off)
+        for name, off in (
+            ("loss_bound", "0.5"),
+            ("norm_bound", "10.0"),
+            ("window", "100"),
+            ("iterations", "10"),
+        )
+    },
     "zero_weight_clip_search": _NO_CLIP,
     "zero_gradient_clip_search": _NO_CLIP,
     "zero_weight_transform": Removed(
@@ -359,8 +365,7 @@ class RunConfig:
 
         Raises ValueError if there are no legal shards, or if formats have no effect.
         """
-        wire = resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), self.data_ranks(world))
-        return replace(wire, least_block=max(wire.least_block, self.optimizer.moment_block))
+        return resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), self.data_ranks(world))
 
     def num_micro_batches(self, world: World) -> int:
         """Return how many micro-batches one rank has in a step at the full global batch (after any ramp-up)."""

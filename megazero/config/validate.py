@@ -211,7 +211,7 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
         )
         if problem:
             yield problem
-        elif way != "no" and known and ep <= near[0] * tp and not config.batch.elastic:
+        elif way != "no" and known and ep <= near[0] * tp:
             yield (
                 f"--moe-dispatch-across-nodes {way} is for rows that go to other nodes, and the {ep} ranks that "
                 "share the experts lie on one; nearest: no"

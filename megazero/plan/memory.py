@@ -198,7 +198,7 @@ def saved_width(dtype: str, optimizer: OptimizerConfig, wire: Wire, matrices: fl
     """
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
-    return width + master + optimizer.stored_moment_bytes(sums, matrices)
+    return width + master + optimizer.moment_bytes(sums, matrices)
 
 
 def gathered(units: RankUnits, states: States, kind: str) -> float:

@@ -1,4 +1,4 @@
-"""Reports the planner's results: tables, flags, plan.json, --explain; and what to change if no layout fits."""
+"""Reports the planner's results: tables, flags, plan.json; and what to change if no layout fits."""
 
 from __future__ import annotations
 
@@ -200,36 +200,6 @@ def source_of_rates(cluster: Cluster) -> str:
         "rates: of data sheets, which published runs missed by 20% at the median (docs/results/published.md); "
         "megazero calibrate measures yours"
     )
-
-
-def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[str]:
-    """Explain why a layout does not fit (``timing`` is None), or is slower than the best one, item by item."""
-    lines = [f"{describe(layout)}:"]
-    if timing is None:
-        over = layout.memory.total - layout.room
-        lines.append(
-            f"does not fit: {layout.memory.total / GIB:.2f} GiB on the fullest rank, {over / GIB:.2f} too much"
-        )
-        items = sorted(layout.memory.items().items(), key=lambda item: -item[1])
-        lines += [f"  {name:<12} {size / GIB:8.2f} GiB" for name, size in items if size]
-        return lines
-    lines.append(
-        f"{timing.seconds:.3f} s a step, {layout.memory.total / GIB:.2f} GiB, "
-        f"{layout.bytes_across_nodes / 1e9:.1f} GB across each node's link"
-    )
-    if best is None:
-        return lines
-    lines.append(
-        f"the best, {describe(best.layout)}: {best.timing.seconds:.3f} s, {best.layout.memory.total / GIB:.2f} GiB, "
-        f"{best.layout.bytes_across_nodes / 1e9:.1f} GB; {timing.seconds / best.timing.seconds:.2f} times as fast"
-    )
-    differences = {name: timing.bill[name] - best.timing.bill[name] for name in BILL}
-    for name, more in sorted(differences.items(), key=lambda item: -abs(item[1])):
-        if abs(more) >= 0.0005:
-            lines.append(
-                f"  {BILL[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
-            )
-    return lines
 
 
 def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[str]:

@@ -48,7 +48,6 @@ from megazero.train.callbacks.reports import (
     RoundingWatch,
     StragglerWatch,
 )
-from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
     make_datasets,
@@ -177,12 +176,12 @@ def _take_folders(config: RunConfig, supervisor: Supervisor) -> None:
 def _share_lease(supervisor: Supervisor) -> None:
     """Tell all ranks what the first one holds. Collective. Raises NotStarted on every rank if another run has it."""
     lease = supervisor.lease
-    refused, owner, numbers = gather_objects((supervisor.refused, lease.holder.owner, lease.numbers))[0]
+    refused, owner, folders = gather_objects((supervisor.refused, lease.holder.owner, lease.folders))[0]
     if refused is not None:
         raise NotStarted(refused, ExitStatus.IN_USE)
-    lease.adopt(owner, numbers)
+    lease.adopt(owner, folders)
     if supervisor.launch.rank == 0:
-        for folder in list(numbers):
+        for folder in folders:
             lease.check(folder, fresh=True)
 
 
@@ -350,8 +349,6 @@ def _own_callbacks(config: RunConfig, launch: Launch, built: Built) -> Iterator[
         yield FurtherReport()
     if built.forecast:
         yield Prediction(built.forecast)
-    if config.skipping.stop_on_spike:
-        yield SpikeWatch(config.skipping)
 
 
 def prepare(

@@ -184,7 +184,7 @@ class Trainer:
         return last is not None
 
     def _iterate_or_end(self, batches: Batches) -> None:
-        """Train one iteration. Completes the save under way before NonFiniteLoss, also a spike's, ends the run."""
+        """Train one iteration. Completes the save under way before NonFiniteLoss ends the run."""
         self.callbacks.tell(Callback.before_step, self.progress.iteration + 1)
         try:
             self._iterate(batches)

@@ -98,11 +98,11 @@ def run_all(runs: Sequence[TrainingRun], world: World) -> list[RankRecord]:
 def slice_block(config: RunConfig, world: World) -> int:
     """Return the number of elements that slices are whole multiples of.
 
-    It is small, so that slices cut parameters, but it is whole blocks of messages and of moments.
+    It is small, so that slices cut parameters, but it is whole blocks of messages.
     """
     met = outer_coding(config.outer) if config.outer_replicas(world) > 1 else None
     codings = (*config.wire(world).codings, *([met] if met else []))
-    return max([8, config.optimizer.moment_block, *(coding.block for coding in codings)])
+    return max([8, *(coding.block for coding in codings)])
 
 
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -291,11 +291,9 @@ class Engine:
     def invalidate(self, anchored: bool = False) -> None:
         """Make every copy stale: the master weights were changed from outside (a checkpoint was loaded).
 
-        Moments that a load has filled are encoded where they are kept so. Under the delta refresh R was loaded with
-        the weights (``records.load_records``) and continues from there. anchored: the outer steps' state was loaded
-        with them; else these begin anew from the master weights.
+        Under the delta refresh R was loaded with the weights (``records.load_records``) and continues from there.
+        anchored: the outer steps' state was loaded with them; else these begin anew from the master weights.
         """
-        self.optimizer.take_loaded()
         for unit in self.units:
             unit.weights.outdate()
             if unit.delta:

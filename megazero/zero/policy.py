@@ -65,7 +65,7 @@ class Policy:
     chunk_numel: a unit with more elements is cut, at parameters, into several units. They are gathered for
         the same module but move one by one: the hop of one inside a node overlaps another's across nodes, and
         messages take less memory.
-    block: a number of elements, with moments in int8 a multiple of 128. Parameters start on block boundaries, and
+    block: a number of elements. Parameters start on block boundaries, and
         slices are whole blocks.
     exact_numel: parameters with at most this many elements go to the unit's exact region. If anything is
         quantised, those with ``Traits.exact`` go there, too.

@@ -6,9 +6,8 @@ of its own ('master', the optimizer's state, ...) is there under ``of_replica(ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -52,9 +51,7 @@ def save_records(engine: Engine, placements: Mapping[str, Places] | None = None)
                 if _keeps_masters(engine, unit):
                     tensors[MASTER] = unit.master.value[own]
                 tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
-                record = _record(engine, placement, unit, slot, (low, high), tensors)
-                make = partial(engine.optimizer.decoded, unit, own.start, own.stop)
-                records.append(replace(record, make=make))
+                records.append(_record(engine, placement, unit, slot, (low, high), tensors))
     return records
 
 
@@ -122,17 +119,11 @@ def _master_in_full(record: SliceRecord) -> SliceRecord:
 
 def in_replica(records: Iterable[SliceRecord], replica: int) -> list[SliceRecord]:
     """Return the records with the kinds of an outer replica."""
-    begin = of_replica("", replica)
-
-    def made(make: Callable[[str], torch.Tensor], kind: str) -> torch.Tensor:
-        return make(kind.removeprefix(begin))
-
     return [
         replace(
             record,
             tensors={of_replica(kind, replica): tensor for kind, tensor in record.tensors.items()},
             stored={of_replica(kind, replica): dtype for kind, dtype in record.stored.items()},
-            make=record.make and partial(made, record.make),
         )
         for record in records
     ]
@@ -208,7 +199,7 @@ def load_records(
         for slot, placement, low, high, at in _placed(placements, unit.layout.ranges(unit.axes.os)):
             tensors = {MASTER: unit.master.value[at : at + high - low]}
             if optimizer:
-                state = engine.optimizer.elementwise_state(unit, at, at + high - low, loading=True)
+                state = engine.optimizer.elementwise_state(unit, at, at + high - low)
                 tensors.update(state)
             records.append(_record(engine, placement, unit, slot, (low, high), tensors))
         if engine.policy.codecs.delta:

@@ -98,7 +98,6 @@ def shard(
     made = build_units(module, units, mesh, policy, chosen, init, parts, tied)
     _refuse_no_matrices(module, chosen)
     slices = SliceOptimizer(made.units, chosen, optimizer or default_adamw())
-    slices.refuse_cut_blocks(policy.block)
     if traits is None and slices.matrices is not None:
         raise ValueError(
             f"{type(slices.torch).__name__} steps whole matrices and has to know which: give traits=, which returns "

@@ -85,7 +85,7 @@ class ParallelConfig:
         "own. int8: rows and output gradients cross nodes in 8 bits; return trips are exact",
         choices=DISPATCH,
         strict=True,
-        needs="expert_model_parallel_size > 1 or elastic: --expert-model-parallel-size above 1",
+        needs="expert_model_parallel_size > 1",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "layers of each stage, where a rank has several (interleaved schedule)", low=1, small=SHORT

@@ -89,9 +89,9 @@ def behind(name: str, layers: int) -> str:
     return f"mtp.layers.{int(found[1]) - layers}.{inside}{found[2]}"
 
 
-def names_of(gated: bool, gate_last: bool) -> TensorNames:
-    """Return the names of a model whose MLP has a gate, in the first half of a tensor or in the last, or none."""
-    halves = {"gate_proj": int(gate_last), "up_proj": int(not gate_last)}
+def names_of(gated: bool) -> TensorNames:
+    """Return the names of a model whose MLP has a gate, in the first half of a tensor, or none."""
+    halves = {"gate_proj": 0, "up_proj": 1}
     up = {role: tensor for role, tensor in NAMES.layer.items() if role.endswith(".up_proj")}
     fused = {
         role.replace("up_proj", half): (str(tensor), part)

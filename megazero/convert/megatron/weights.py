@@ -106,8 +106,7 @@ class MegatronWeights:
     def _parts(self) -> dict[str, list[tuple[Placement, Placement]]]:
         """Map each stored tensor to the places of its parameters, here and in Megatron's tensors."""
         whole, parts = TensorParallel(), dict[str, list[tuple[Placement, Placement]]]()
-        layers = self.model.num_layers
-        names = names_of(self.model.gated_mlp, self.arguments.gate_last)
+        layers, names = self.model.num_layers, names_of(self.model.gated_mlp)
         there = decoder_placements(self.model, whole, names)
         for role, places in decoder_placements(self.model, whole).items():
             for here, other in zip(places.parts, there[role].parts, strict=True):

@@ -308,7 +308,7 @@ RUNS = {
     "tp 2 x pp 2, bf16": (8, {**TWO_STAGES, "outer_bits": 2}, (4,)),
     "moments in fewer bits": (
         4,
-        {"zero_preset": "zero3", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "bf16", "outer_bits": 8},
+        {"zero_preset": "zero3", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "outer_bits": 8},
         (4,),
     ),
     "muon": (4, {"zero_preset": "zero3", "optimizer": "muon"}, (4,)),

@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bf16": {"zero_preset": "zero3", "params_dtype": "bf16"},
     "zeropp": {"zero_preset": "zeropp", "params_dtype": "bf16"},
     "joined layers": {"zero_preset": "zeropp", "params_dtype": "bf16", "zero_unit_layers": 3},
-    "small moments": {"zero_preset": "zero2", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "int8"},
+    "small moments": {"zero_preset": "zero2", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
     "outer replicas": {"zero_preset": "ddp", "outer_interval": 2, "outer_bits": 4},
     "late replicas": {"zero_preset": "zero2", "outer_interval": 3, "outer_delay": 1},
     "tensor parallel": {"zero_preset": "zero3", "tensor_model_parallel_size": 2},

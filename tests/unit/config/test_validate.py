@@ -130,7 +130,6 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --zero-gradient-transform hadamard -> --zero-gradient-transform hadamard; --zero-quantized-gradients
 --zero-block-size 64 -> --zero-block-size 64; --zero-quantized-weights; --zero-quantized-gradients
 --zero-exact-numel 0 -> --zero-exact-numel 0; --zero-quantized-weights; --zero-quantized-gradients
---save x --stop-on-spike -> --stop-on-spike; --save-interval
 PP --num-layers 1 --decoder-last-pipeline-num-layers 1 -> --pipeline-model-parallel-size 2; 1 ranks, or 2 layers
 --num-layers 8 PP --num-virtual-stages-per-pipeline-rank 6
     -> --pipeline-model-parallel-size 2; 5 stages per rank, or 10 layers
