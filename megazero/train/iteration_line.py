@@ -60,4 +60,3 @@ def _of_engine(info: StepInfo) -> dict[str, Any]:
     if info.zeroed is not None:
         out["quantization_zeroed_gradients"] = info.zeroed
     return out
-

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.bounded import load_json
-from megazero.comm.rooms import Anchor, Member, Met, Offer, Piece, RoomSettings, Standing
+from megazero.comm.rooms.member import Anchor, Member, Met, Offer, RoomSettings, Standing
+from megazero.comm.rooms.shelf import Piece
 from megazero.config import RunConfig
 from megazero.config.layout.outer import meeting_point, outer_rate
 from megazero.data.sampler import Batches
@@ -235,7 +236,7 @@ class Replicas:
         digests, pieces = dict[int, str](), dict[int, Piece]()
         for place, wire in enumerate(self.wires):
             digests[wire] = f"{self.steps.digest(place):x}"
-            pieces[wire] = Piece(self.steps.anchor_bytes(place), partial(self.steps.read, place))
+            pieces[wire] = Piece(self.steps.anchor_bytes(place), partial(self.steps.read_anchor, place))
         return Offer(digests, json.dumps(self.stand.dealt.state()).encode(), pieces)
 
     def _wait(self, found: Future[T]) -> T:
@@ -243,7 +244,9 @@ class Replicas:
         began = time.monotonic()
         with waiting:
             while wait([found], LOOK_S).not_done:
-                self.say(f"meeting {self.stand.room.number}, {time.monotonic() - began:.0f} s: {self.missing}")
+                self.say(
+                    f"meeting {self.stand.room.number}, {time.monotonic() - began:.0f} s: {self.missing}"
+                )
         return found.result()
 
 
@@ -261,7 +264,11 @@ def room_settings(config: RunConfig, engine: Engine, name: str) -> RoomSettings:
     outer, grid, policy = config.outer, engine.mesh.grid, engine.policy
     secret = Path(outer.outer_secret_file).read_bytes().strip() if outer.outer_secret_file else b""
     layout = {"tp": grid.tp, "pp": grid.pp, "d": grid.dp, "ep": grid.ep, "block": policy.block}
-    layout |= {"exact": policy.exact_numel, "chunk": policy.chunk_numel, "layers": config.zero.zero_unit_layers}
+    layout |= {
+        "exact": policy.exact_numel,
+        "chunk": policy.chunk_numel,
+        "layers": config.zero.zero_unit_layers,
+    }
     own = ("meet", "name", "secret_file", "least", "call", "patience", "silence", "delay", "evaluation")
     steps = {key: value for key, value in vars(outer).items() if key.removeprefix("outer_") not in own}
     training = {"samples": config.training.train_samples, "seed": config.training.seed}

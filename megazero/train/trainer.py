@@ -252,7 +252,7 @@ class Trainer:
             self.scaling.update(info.skipped, batch.samples)
             self._take_stalls()
         if self.replicas is not None:
-            with self.bill.span("outer"):
+            with self.bill.span("exposed_outer"):
                 self.replicas.stepped(batches, batch.samples, any(own["called"]))
         self.progress = replace(
             self.progress,

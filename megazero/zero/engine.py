@@ -93,9 +93,7 @@ class Engine:
         self.agreement = Agreement(self.mesh, self.issued)
         self.outer: OuterSteps | None = None
         if self.policy.outer is not None:
-            self.outer = OuterSteps(
-                self.units, self.policy.outer, self.mesh, context, self.reductions, runs
-            )
+            self.outer = OuterSteps(self.units, self.policy.outer, self.mesh, context, self.reductions, runs)
         self.parts: list[StepPart] = []
         self.scalars = StepScalars(self.mesh, self.waits, self.parts)
         self.gathers.overdue = self.reductions.overdue = self.agreement.check

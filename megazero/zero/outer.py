@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,13 @@ class OuterSteps(StepPart):
     """
 
     def __init__(
-        self, units: Sequence[Unit], outer: Outer, mesh: Mesh, context: Context, lane: Lane, runs: Sequence[Run]
+        self,
+        units: Sequence[Unit],
+        outer: Outer,
+        mesh: Mesh,
+        context: Context,
+        lane: Lane,
+        runs: Sequence[Run],
     ) -> None:
         """lane: of reductions. runs: those whose elements this rank counts, for norms over unique slices."""
         self.units, self.outer, self.mesh, self.context, self.lane = units, outer, mesh, context, lane
@@ -318,7 +324,7 @@ class OuterSteps(StepPart):
     def anchor_bytes(self, wire: int) -> int:
         return sum(each.nbytes for each in self._slices(wire))
 
-    def read(self, wire: int, offset: int, count: int) -> bytes:
+    def read_anchor(self, wire: int, offset: int, count: int) -> bytes:
         """Return ``count`` bytes of a wire of the anchor from ``offset`` on."""
         found = bytearray()
         for each in self._slices(wire):

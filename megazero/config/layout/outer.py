@@ -48,9 +48,16 @@ def local_replicas(outer: OuterConfig) -> int | None:
     return int(count) if word == LOCAL and count.isdecimal() else None
 
 
+def planned_replicas(outer: OuterConfig) -> int:
+    """Return how many replicas a plan counts with: those of local:R, else the least that meet, 2 at least."""
+    return local_replicas(outer) or max(2, outer.outer_least)
+
+
 def meeting_point(outer: OuterConfig) -> tuple[str, int]:
     """Return the host and port of --outer-meet. Raises ValueError for other words."""
     host, _, port = (outer.outer_meet or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"--outer-meet {outer.outer_meet} must be HOST:PORT or {LOCAL}:R; nearest: {LOCAL}:2")
+        raise ValueError(
+            f"--outer-meet {outer.outer_meet} must be HOST:PORT or {LOCAL}:R; nearest: {LOCAL}:2"
+        )
     return host.strip("[]"), int(port)

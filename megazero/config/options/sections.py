@@ -286,12 +286,17 @@ class OuterConfig:
         low=0,
     )
     outer_call: float | None = option(
-        None, "seconds after which one that waits calls the others, who come with what they have (default: 2 steps)"
+        None,
+        "seconds after which one that waits calls the others, who come with what they have (default: 2 steps)",
     )
     outer_patience: float | None = option(
-        None, "seconds after which a meeting begins without those missing (default: 0.2 of the interval)", above=0
+        None,
+        "seconds after which a meeting begins without those missing (default: 0.2 of the interval)",
+        above=0,
     )
-    outer_silence: float = option(10.0, "seconds without a sign of life after which one is held for dead", above=0)
+    outer_silence: float = option(
+        10.0, "seconds without a sign of life after which one is held for dead", above=0
+    )
     outer_optimizer: str = option(
         "nesterov",
         "rule that updates the weights of the last meeting by the replicas' mean difference to them: SGD with "
