@@ -18,11 +18,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from megazero.comm.rooms.channel import Refused
 from megazero.comm.rooms.member import Anchor, Member, Met, Offer, RoomLost, RoomSettings, Standing
 from megazero.comm.rooms.shelf import Piece
 from megazero.mesh.objects import gather_objects
+from tests import ROOT
+from tests.netlab.lab import SOCKETS, Lab
 
 SETTINGS = ("least", "call_s", "patience_s", "silence_s", "give_up_s", "journal")
 
@@ -157,6 +159,155 @@ def parser() -> argparse.ArgumentParser:
     return words
 
 
+class Site:
+    """A namespace with one program, whose lines of JSON are kept."""
+
+    def __init__(self, lab: Lab, index: int) -> None:
+        self.lab, self.index, self.node = lab, index, lab.members[index + 1]
+        self.said: list[dict[str, Any]] = []
+
+    def start(self, *words: str) -> None:
+        environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **SOCKETS}
+        process = self.node.start([sys.executable, "-m", *words], environ)
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen) -> None:
+        for line in process.stdout:
+            self.said.append(json.loads(line) if line.startswith("{") else {"event": "says", "words": line})
+
+    def signal(self, name: str) -> None:
+        subprocess.run([*self.node.inside, "sh", "-c", f"kill -{name} -1"], check=False)
+
+    def link(self, way: str) -> None:
+        """Cut the link, or bring it back: up, down."""
+        self.lab.members[0].call(f"ip link set port{self.index} {way}")
+
+    def met(self, members: str, since: float) -> dict[str, Any]:
+        """Wait for the first meeting of just these that ends after ``since``."""
+        deadline = time.time() + 120
+        while time.time() < deadline:
+            for line in list(self.said):
+                if line["event"] == "met" and line["at"] > since and line["names"] == [*members]:
+                    return line
+            time.sleep(0.02)
+        raise RuntimeError(f"no meeting of {members}: {self.said[-5:]}")
+
+
+class Stage:
+    """The meeting point and three launches of two ranks in a lab."""
+
+    def __init__(self, lab: Lab, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.secret = options, folder / "secret"
+        self.point, self.address = Site(lab, 0), lab.address(0)
+        self.sites = {name: Site(lab, index) for index, name in enumerate("abc", 1)}
+        self.meet()
+        for name in self.sites:
+            self.launch(name)
+        self.sites["a"].met("abc", 0)
+
+    def meet(self) -> None:
+        self.point.start("megazero", "meet", "--port", "29600", "--secret-file", f"{self.secret}")
+
+    def launch(self, name: str) -> None:
+        ranks = (
+            "torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port 29500"
+        )
+        own = {key: getattr(self.options, key) for key in ("bytes", "steps", "step_s", "silence_s", "call_s")}
+        words = [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", f"{value}")]
+        program = ["-m", "benchmarks.links.meetings", "--replica", name, "--point", f"{self.address}:29600"]
+        self.sites[name].start(*ranks.split(), *program, "--secret", f"{self.secret}", *words)
+
+    def usual(self) -> float:
+        """Return the median seconds of a meeting of all, from sitting down to the new anchor."""
+        met = [line for site in self.sites.values() for line in site.said if line["event"] == "met"]
+        return statistics.median(line["seconds"] for line in met if len(line["names"]) == 3)
+
+    def lost(self, victim: str, moment: float) -> float:
+        """Return the seconds that the others lost: of their first meeting without the victim, above a usual one."""
+        others = "abc".replace(victim, "")
+        return max(self.sites[name].met(others, moment)["seconds"] for name in others) - self.usual()
+
+    def back(self, since: float) -> float:
+        """Wait until all three have met again. Returns the seconds since."""
+        return max(site.met("abc", since)["at"] for site in self.sites.values()) - since
+
+    def in_a_meeting(self, victim: str) -> float:
+        """Wait until the victim sits, and a random part of a meeting. Returns the time."""
+        said = self.sites[victim].said
+        before = len(said)
+        while not any(line["event"] == "sits" for line in said[before:]):
+            time.sleep(0.001)
+        time.sleep(random.random() * self.usual())
+        return time.time()
+
+    def kill(self) -> tuple[float, float]:
+        victim = random.choice("abc")
+        moment = self.in_a_meeting(victim)
+        self.sites[victim].signal("KILL")
+        lost, again = self.lost(victim, moment), time.time()
+        self.launch(victim)
+        return lost, self.back(again)
+
+    def freeze(self, seconds: float = 20.0) -> tuple[float, float]:
+        moment = self.in_a_meeting("b")
+        self.sites["b"].signal("STOP")
+        lost = self.lost("b", moment)
+        time.sleep(max(0.0, moment + seconds - time.time()))
+        again = time.time()
+        self.sites["b"].signal("CONT")
+        return lost, self.back(again)
+
+    def cut(self, seconds: float = 15.0) -> tuple[float, float]:
+        moment = self.in_a_meeting("c")
+        self.sites["c"].link("down")
+        lost = self.lost("c", moment)
+        time.sleep(max(0.0, moment + seconds - time.time()))
+        alone = [line for line in self.sites["c"].said if line["event"] == "met" and line["names"] == ["c"]]
+        again = time.time()
+        self.sites["c"].link("up")
+        assert not alone, "a fork"
+        return lost, self.back(again)
+
+    def point_lost(self, seconds: float = 5.0) -> tuple[float, float]:
+        self.point.signal("KILL")
+        time.sleep(seconds)
+        again = time.time()
+        self.meet()
+        return 0.0, self.back(again)
+
+    def check_bits(self) -> int:
+        """Return in how many meetings anchors were compared. Raises AssertionError if any differ."""
+        hashes: dict[int, set[str]] = {}
+        for site in self.sites.values():
+            for line in site.said:
+                if "hash" in line:
+                    hashes.setdefault(line["number"], set()).add(line["hash"])
+        assert all(len(found) == 1 for found in hashes.values()), hashes
+        return len(hashes)
+
+
+def measure(options: argparse.Namespace) -> None:
+    with Lab(4, options.rate) as lab, tempfile.TemporaryDirectory() as folder:
+        stage = Stage(lab, options, Path(folder))
+        print(
+            f"| {options.rate}, {2 * options.bytes:,} bytes a launch | others lose, s | it is back after, s |\n|---|---|---|"
+        )
+        for name, event, times in (
+            ("SIGKILL in a meeting", stage.kill, options.kills),
+            ("SIGSTOP for 20 s, in a meeting", stage.freeze, 3),
+            ("link cut for 15 s, in a meeting", stage.cut, 3),
+            ("meeting point killed, started anew after 5 s", stage.point_lost, 3),
+        ):
+            lost, back = zip(*(event() for _ in range(times)), strict=True)
+            cells = (
+                f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (lost, back)
+            )
+            print(f"| {name}, {times} times | {' | '.join(cells)} |", flush=True)
+        print(
+            f"a usual meeting takes {stage.usual():.2f} s; anchors had the same bits in {stage.check_bits()} meetings"
+        )
+
+
 def main() -> int:
     options = parser().parse_args()
     if options.replica:
@@ -166,6 +317,7 @@ def main() -> int:
             told = {"at": time.time(), "event": type(error).__name__, "why": f"{error}"}
             print(json.dumps(told), flush=True)
             os._exit(3)
+    measure(options)
     return 0
 
 
