@@ -164,7 +164,7 @@ def test_layouts_that_are_cut_at_the_rack_are_proposed() -> None:
 
 def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
     for gbits, hidden in ((100.0, True), (0.01, False)):
-        at_once, late = (layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits)) for delay in (0, 1))
+        at_once, late = (layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits).part(2)) for delay in (0, 1))
         seconds, alone = meeting_seconds(at_once), simulate(at_once)
         step = alone.seconds - alone.bill["outer"]
         assert (seconds < step) == hidden and alone.bill["outer"] == pytest.approx(seconds / 10)
@@ -200,7 +200,7 @@ def test_given_outer_steps_stay_and_replicas_are_sites_or_nodes_or_as_given() ->
     assert compare.replica_counts({"global_batch_size": 6}, on) == [2]
     assert compare.replica_counts(batch, replace(on, above={INTER_SITE: InterLevel(1.0, 2)})) == [2]
     assert compare.replica_counts({**batch, "outer_meet": "local:2"}, on) == [2]
-    with refused("--loss-policy outer", "1 node"):
+    with refused("--loss-policy outer", "1 and 32"):
         compare.replica_counts(batch, cluster(1, 2))
 
 

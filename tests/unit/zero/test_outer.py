@@ -20,7 +20,9 @@ def test_an_own_loop_has_the_defaults_of_the_flags() -> None:
         Outer(momentum=1.0, wires=0)
 
 
-def test_a_run_says_that_it_leaves_others_or_comes_to_some_and_old_checkpoints_why_they_cannot_go_on() -> None:
+def test_a_run_says_that_it_leaves_others_or_comes_to_some_and_old_checkpoints_why_they_cannot_go_on() -> (
+    None
+):
     alone: Any = SimpleNamespace(state={}, progress=Progress(), path="here")
     among: Any = SimpleNamespace(state={}, progress=Progress(meeting={"dealt": {}}), path="here")
     assert not list(_replicas(False, alone)) and not list(_replicas(True, among))
