@@ -1,8 +1,8 @@
-"""Frames over TCP that only those who know the secret can write: 4 bytes of length, the payload, 32 bytes of HMAC-SHA256.
+"""Frames over TCP that only those who know the secret can write: length (4 bytes), payload, HMAC-SHA256 (32 bytes).
 
-Both sides send a nonce first. The key of a connection is made of both and the secret, and each frame is sealed with its
-direction and number, so nothing of another connection, place or direction passes. A frame is checked before it is used,
-its length before memory is taken. Requests and answers are JSON.
+Both sides send a nonce first. The key of a connection is made of both and the secret, and each frame is sealed with
+its direction and number, so nothing of another connection, place or direction passes. A frame is checked before it is
+used, its length before memory is taken. Requests and answers are JSON.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def own_host(peer: Address) -> str:
 
 
 class Listener:
-    """Answers requests at a port of every address of this host, or without a secret of 127.0.0.1 alone. Each connection
-    has a thread of its own.
+    """Answers requests, each connection in a thread of its own: at every address of this host, or without a secret
+    at 127.0.0.1 alone.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""The meeting point: each launch's leader posts what it is, has and waits for, again and again, and is told what follows.
+"""The meeting point: members post what they are, have and wait for, again and again, and are told what follows.
 
-What a member posts is its whole state, so nothing hangs on an answer that was lost, and a point that starts anew and
-empty knows all again when each has posted once. Rules are in ``Meetings``, which sees no network and no clock. Times are
+A post is a member's whole state. So nothing hangs on an answer that was lost, and a point that starts anew and
+empty knows all again when each has posted once. The rules are in ``Meetings``, which sees no network; its times are
 seconds of the point's clock alone.
 
-A room has one verdict. It is done when the first of its seats has all messages; the others get theirs from it, or from
-any that has them. It opens again if one reports a message that cannot be had before any has all, or if all that had
-all died before another had. Each closing has a line of its own, a random name, so an anchor is known by the line
-that made it: one that was made in a room which opened again is a stray, and is replaced.
+A room has one verdict. It is done when the first of its seats has all messages; the others get theirs from whoever
+has them. It opens again if a message is reported as lost before any has all, or if all that had all have died. Each
+closing has a line, a random name, so an anchor is known by the line that made it: one that was made in a room which
+opened again is a stray, and is replaced.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Self
 from megazero.comm.rooms.channel import Channel, Listener
 
 SUSPECT = 0.1  # of a member's silence: that it has to be heard again
+BLAMED = 2  # times; then a meeting takes place without it: a rank of it hangs, or there is no way to it
 KEPT = 8  # rooms of past meetings
 ANCHOR = ("number", "line", "last", "about")  # what is told of others' anchor
 SEAT = ("name", "header", "message", "wires")  # and of a seat
@@ -32,9 +33,9 @@ class State:
     """What a member posts. id: of this start of it. wires: by number, the address of the rank that shows it.
 
     name, same, least, call_s, patience_s, silence_s: see member.RoomSettings. run, number, line, last: see
-    member.Standing. digest, about: of the anchor. header: of the seat that it takes in the room of ``number``; message:
-    the name of its messages there. have: the line of the room of which it has all messages. lost: a line, and the
-    names whose messages of it cannot be had. left: it has ended in good order.
+    member.Standing. digest, about: of the anchor. header: of the seat that it takes in the room of ``number``;
+    message: the name of its messages there. have: the line of the room of which it has all messages. lost: a line,
+    and the names whose messages of it cannot be had. left: it has ended in good order.
     """
 
     name: str
@@ -74,11 +75,15 @@ class Seen:
 
 @dataclass
 class Room:
-    """Of one meeting. line, seats: since it closed. holders: ids of those that have all messages."""
+    """Of one meeting. line, seats: since it closed. holders: ids of those that have all messages.
+
+    blamed: names whose messages were lost, once for each time that the room opened again.
+    """
 
     line: str = ""
     seats: list[State] = field(default_factory=list)
     holders: set[str] = field(default_factory=set)
+    blamed: list[str] = field(default_factory=list)
 
 
 def enough(names: set[str], last: set[str], least: int) -> bool:
@@ -99,7 +104,7 @@ class Meetings:
         self.members: dict[str, Seen] = {}
         self.rooms: dict[int, Room] = {}
         self.run = ""
-        self.began = self.last = now  # began: since when all of an older run are heard
+        self.began = self.last = now  # began: since when members of an older run are heard
 
     def look(self, state: State, now: float) -> dict[str, Any]:
         """Take a member's state and return its view: ``refused`` with the reason, or what it needs to go on."""
@@ -164,9 +169,13 @@ class Meetings:
         if not self.run:
             self.run, self.began = secrets.token_hex(8), -float("inf")
         held = self.members.get(state.name)
-        sat = held and (held.state.id, held.state.number) == (state.id, state.number) and held.state.header is not None
-        seen = Seen(state, now, held.since if held and sat else now)
-        self.members[state.name] = seen
+        seen = self.members[state.name] = Seen(state, now, now)
+        if (
+            held
+            and held.state.header is not None
+            and (held.state.id, held.state.number) == (state.id, state.number)
+        ):
+            seen.since = held.since
         if state.number:
             made = self.rooms.setdefault(state.number - 1, Room())
             if not made.line or made.line != state.line and all(each.stray for each in others):
@@ -178,8 +187,8 @@ class Meetings:
     def _settle(self, state: State, now: float) -> dict[str, Any]:
         """Close the room of a member's meeting, give its verdict or open it again. Returns what to say of it."""
         room = self.rooms.setdefault(state.number, Room())
-        here = self._here(state.number, now)
         if room.line:
+            here = self._here(state.number, now)
             ids = {seen.state.id for seen in here}
             room.holders |= {seen.state.id for seen in here if seen.state.have == room.line}
             lost = {name for seen in here if seen.state.lost[0] == room.line for name in seen.state.lost[1]}
@@ -187,8 +196,8 @@ class Meetings:
                 return {}
             for name in lost & self.members.keys():
                 self.suspect(self.members[name].state, now)
-            room = self.rooms[state.number] = Room()
-            here = self._here(state.number, now)
+            room = self.rooms[state.number] = Room(blamed=[*room.blamed, *lost])
+        here = [seen for seen in self._here(state.number, now) if room.blamed.count(seen.state.name) < BLAMED]
         seats = [seen for seen in here if seen.state.header is not None and not seen.suspect]
         names = {seen.state.name for seen in seats}
         waited = {seen.state.name for seen in here} - names
@@ -200,7 +209,9 @@ class Meetings:
             )
         elif waited and not any(now - seen.since > seen.state.patience_s for seen in seats):
             missing = f"waiting for {', '.join(sorted(waited))}"
-        elif not (last and last <= names) and now - self.began < max(each.state.silence_s for each in here):
+        elif not (last and last <= names) and now - self.began < max(
+            (each.state.silence_s for each in here), default=0.0
+        ):
             missing = "the meeting point is new, others may still come to it"
         elif seats:
             room.line = f"{state.number}.{secrets.token_hex(8)}"

@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass
 class _Shown:
-    """A piece of a meeting. passing: only until its owner's next ``changing``; owned: it is memory of the owner's."""
+    """A piece of a meeting. passing: shown until its owner's next ``changing``. owned: it is the owner's memory."""
 
     piece: Piece
     number: int
@@ -51,22 +51,18 @@ class Shelf:
     def drop(self, before: int) -> None:
         """Drop what belongs to meetings before this one."""
         with self._names:
-            self._shown = {name: shown for name, shown in self._shown.items() if shown.number >= before}
+            self._shown = {k: each for k, each in self._shown.items() if each.number >= before}
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Inside, the owner may change what passes. Whoever is fetching it goes on with a copy, made here."""
         with self._rest:
             with self._names:
-                passing = {name: shown for name, shown in self._shown.items() if shown.passing}
-                read = [shown for shown in passing.values() if shown.readers]
-                self._shown = {
-                    name: shown for name, shown in self._shown.items() if shown.readers or name not in passing
-                }
-            for shown in read:
-                if shown.owned:
-                    shown.piece = Piece.of(bytes(shown.piece.read(0, shown.piece.size)))
-                    shown.owned = False
+                self._shown = {k: each for k, each in self._shown.items() if each.readers or not each.passing}
+                read = [each for each in self._shown.values() if each.owned]
+            for each in read:
+                each.piece = Piece.of(bytes(each.piece.read(0, each.piece.size)))
+                each.owned = False
             yield
 
     def answer(self, channel: Channel, request: Any) -> None:

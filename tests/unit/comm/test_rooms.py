@@ -150,6 +150,17 @@ def test_messages_that_cannot_be_had_open_a_room_again() -> None:
     assert seats(again) == ["a", "b"] and again["room"]["line"] != line
 
 
+def test_a_launch_with_a_rank_that_hangs_is_left_out() -> None:
+    """Its leader is heard, but nobody gets its messages: the second report counts."""
+    run = Run()
+    run.look("a", lost=(run.close(), ["c"]))
+    again = run.look("c") and run.look("b")["room"]
+    assert [seat["name"] for seat in again["seats"]] == ["a", "b", "c"]
+    run.look("a", lost=(again["line"], ["c"]))
+    run.look("c")
+    assert seats(run.look("b")) == ["a", "b"] and "room" not in run.look("c")
+
+
 def test_a_verdict_is_void_if_all_that_had_the_bytes_died() -> None:
     run = Run()
     line = run.close()
