@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from megazero.comm.rooms import channel
 from megazero.comm.rooms.channel import Refused
-from megazero.comm.rooms.member import Anchor, Member, Met, Offer, RoomLost, RoomSettings, Standing
-from megazero.comm.rooms.shelf import Piece
+from megazero.comm.rooms.member import Fetched, Member, Met, Offer, RoomLost, RoomSettings, Standing
+from megazero.comm.rooms.shelf import Shown
 from megazero.mesh.objects import gather_objects
 from tests import ROOT
 from tests.netlab.lab import SOCKETS, Lab
@@ -40,7 +40,7 @@ from tests.netlab.lab import SOCKETS, Lab
 SETTINGS = ("least", "call_s", "patience_s", "silence_s", "give_up_s", "journal")
 
 
-class Launch:
+class BareLaunch:
     """A rank of a launch whose anchor is a vector for each wire. Tells what happens in lines of JSON."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -75,9 +75,9 @@ class Launch:
         digests = {wire: hashlib.sha256(view).hexdigest() for wire, view in views.items()}
         parts = sorted(part for rank in gather_objects([*digests.items()]) for part in rank)
         self.hash = hashlib.sha256(f"{parts}".encode()).hexdigest()[:8]
-        return Offer(digests, b"about", {wire: Piece.of(view) for wire, view in views.items()})
+        return Offer(digests, b"about", {wire: Shown.of(view) for wire, view in views.items()})
 
-    def take(self, step: Met | Anchor) -> None:
+    def take(self, step: Met | Fetched) -> None:
         with self.member.changing():
             for wire, anchor in self.anchors.items():
                 if isinstance(step, Met):
@@ -132,9 +132,9 @@ class Launch:
 @contextmanager
 def dying(where: str, number: int) -> Iterator[None]:
     """Kill this process at a frame of a message, in a meeting of this number or more: 'NUMBER:FRAME'."""
-    plain, count = channel.Channel.receive_into, 0
+    plain, count = channel.SealedChannel.receive_into, 0
 
-    def counted(self: channel.Channel, *arguments: Any) -> None:
+    def counted(self: channel.SealedChannel, *arguments: Any) -> None:
         nonlocal count
         count += len(arguments[0]) > 10_000
         if count > int(where.partition(":")[2]):
@@ -142,11 +142,11 @@ def dying(where: str, number: int) -> Iterator[None]:
         plain(self, *arguments)
 
     if where and number >= int(where.partition(":")[0]):
-        channel.Channel.receive_into = counted  # type: ignore[method-assign]
+        channel.SealedChannel.receive_into = counted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        channel.Channel.receive_into = plain  # type: ignore[method-assign]
+        channel.SealedChannel.receive_into = plain  # type: ignore[method-assign]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -313,7 +313,7 @@ def main() -> int:
     options = parser().parse_args()
     if options.replica:
         try:
-            Launch(options).train()
+            BareLaunch(options).train()
         except (Refused, RoomLost) as error:
             told = {"at": time.time(), "event": type(error).__name__, "why": f"{error}"}
             print(json.dumps(told), flush=True)

@@ -44,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
 def meet(options: MeetOptions) -> int:
     """Run the point until a signal ends it. Raises ValueError if the port or the file cannot be had."""
     say = partial(print, flush=True)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     secret = _secret(options.secret_file) if options.secret_file else b""
     try:
         point = Point(options.port, secret, lambda host: say(f"refused: {host} has another secret"))
     except OSError as error:
         raise ValueError(f"--port {options.port}: {error.strerror}; choose a free port") from error
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     with point:
         where = socket.gethostname() if secret else "127.0.0.1"
         say(f"launches meet here: --outer-meet {where}:{point.port}")

@@ -12,6 +12,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -31,7 +32,7 @@ class Refused(ValueError):
     """This launch may not take part; the message says why."""
 
 
-class Channel:
+class SealedChannel:
     """One end of a connection. Every wait for a byte ends after the socket's timeout (an OSError)."""
 
     def __init__(self, sock: socket.socket, secret: bytes, *, asks: bool) -> None:
@@ -86,7 +87,7 @@ class Channel:
     def close(self) -> None:
         self.socket.close()
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> SealedChannel:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,11 +110,11 @@ class Channel:
             view = view[count:]
 
 
-def reach(address: Address, secret: bytes, silence_s: float) -> Channel:
+def reach(address: Address, secret: bytes, silence_s: float) -> SealedChannel:
     """Connect. Raises OSError, within ``silence_s`` for each step, or Refused."""
     sock = socket.create_connection(address, timeout=silence_s)
     try:
-        return Channel(sock, secret, asks=True)
+        return SealedChannel(sock, secret, asks=True)
     except BaseException as error:
         sock.close()
         if isinstance(error, Refused):
@@ -138,8 +139,8 @@ class Listener:
         self,
         port: int,
         secret: bytes,
-        answer: Callable[[Channel, Any], None],
-        ended: Callable[[Channel], None] = lambda channel: None,
+        answer: Callable[[SealedChannel, Any], None],
+        ended: Callable[[SealedChannel], None] = lambda channel: None,
         refused: Callable[[str], None] = lambda host: None,
     ) -> None:
         """port: 0 is a free one. answer: called with a channel and a request. refused: with a stranger's host."""
@@ -164,14 +165,17 @@ class Listener:
             try:
                 sock, (host, *_) = self._socket.accept()
             except OSError:
-                return
+                if self._socket.fileno() < 0:  # closed; else this process has too many files open
+                    return
+                time.sleep(0.1)
+                continue
             threading.Thread(target=self._serve, args=(sock, host), daemon=True, name="rooms").start()
 
     def _serve(self, sock: socket.socket, host: str) -> None:
         with sock, suppress(OSError, ValueError):
             sock.settimeout(HELLO_S)
             try:
-                channel = Channel(sock, self._secret, asks=False)
+                channel = SealedChannel(sock, self._secret, asks=False)
             except Refused:
                 self._refused(host)
                 return

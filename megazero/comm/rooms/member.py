@@ -22,9 +22,9 @@ from typing import Any, Self
 
 import torch
 
-from megazero.comm.rooms.channel import Address, Channel, Listener, Refused, own_host, reach
-from megazero.comm.rooms.point import State
-from megazero.comm.rooms.shelf import Piece, Shelf, fetch
+from megazero.comm.rooms.channel import Address, Listener, Refused, SealedChannel, own_host, reach
+from megazero.comm.rooms.point import Post
+from megazero.comm.rooms.shelf import Shelf, Shown, fetch
 
 POST_S = 0.05  # between two posts in a meeting
 LOOK_S = 0.5  # that ranks wait for the leader's word, at most
@@ -85,7 +85,7 @@ class Offer:
 
     digests: Mapping[int, str]
     about: bytes = b""
-    pieces: Mapping[int, Piece] = field(default_factory=dict)
+    pieces: Mapping[int, Shown] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Met:
 
 
 @dataclass(frozen=True)
-class Anchor:
+class Fetched:
     """Another launch's anchor, after meeting number - 1; its bytes are in the memory that was given for them."""
 
     number: int
@@ -120,7 +120,7 @@ class Anchor:
 class Pulse(threading.Thread):
     """Posts the leader's state, again and again, and keeps the view that it got last. A lost point is looked for."""
 
-    def __init__(self, settings: RoomSettings, state: State) -> None:
+    def __init__(self, settings: RoomSettings, state: Post) -> None:
         super().__init__(daemon=True, name="pulse")
         self._settings, self._state, self._serial = settings, state, 0
         self._view: dict[str, Any] = {"missing": f"no answer yet of the meeting point {settings.point}"}
@@ -155,7 +155,7 @@ class Pulse(threading.Thread):
 
     def run(self) -> None:
         settings = self._settings
-        channel: Channel | None = None
+        channel: SealedChannel | None = None
         patience = min(settings.silence_s / 2, 5.0)  # for an answer: a link that was cut is tried anew
         seldom = min(settings.silence_s / 20, settings.call_s / 4)
         while not self._closed:
@@ -220,11 +220,11 @@ class Member:
         self.standing = standing
         known = {key: getattr(self.settings, key) for key in TOLD} | asdict(standing) | self._show(offer)
         if self._leader:
-            self._pulse = Pulse(self.settings, State(id=self.id, wires=self._addresses, **known))
+            self._pulse = Pulse(self.settings, Post(id=self.id, wires=self._addresses, **known))
         self.standing = replace(standing, run=self._follow(lambda view: True)["run"])
         self._post(run=self.standing.run)
 
-    def commit(self, step: Met | Anchor, offer: Offer) -> None:
+    def commit(self, step: Met | Fetched, offer: Offer) -> None:
         """Stand where a step leads, which has been written to the anchor. Collective.
 
         The launches' digests are compared: the next call of a method raises Refused if they differ.
@@ -300,7 +300,7 @@ class Member:
         self._post(header=None)
         return None
 
-    def missed(self, memory: Callable[[], Mapping[int, torch.Tensor]]) -> Met | Anchor | None:
+    def missed(self, memory: Callable[[], Mapping[int, torch.Tensor]]) -> Met | Fetched | None:
         """Return a step towards the others, to be committed: a meeting that was missed, else their anchor.
         Collective.
 
@@ -315,7 +315,7 @@ class Member:
                 return None
             if "room" in view and not self._pull(view["room"], view["sources"]):
                 return self._met(view["room"])
-            anchor = Anchor(**view["anchor"])
+            anchor = Fetched(**view["anchor"])
             jobs = {
                 _anchor_name(anchor, wire): (wire, out, view["sources"]) for wire, out in memory().items()
             }
@@ -369,7 +369,7 @@ class Member:
     def _keep(self, name: str, message: torch.Tensor) -> None:
         """Keep a message, and show it to the others."""
         self._messages[name] = message
-        self._shelf.put(name, self.standing.number, Piece.of(memoryview(message.numpy())))
+        self._shelf.put(name, self.standing.number, Shown.of(memoryview(message.numpy())))
 
     def _fetch(self, jobs: Mapping[str, tuple[int, torch.Tensor, Sequence[Wires]]]) -> list[str]:
         """Fetch bytes, some at a time. jobs: by name, the wire, where they go and who may show them.
@@ -435,7 +435,7 @@ class Member:
         return {"refused": view["refused"]} if "refused" in view else {"view": view}
 
 
-def _anchor_name(where: Standing | Anchor, wire: int) -> str:
+def _anchor_name(where: Standing | Fetched, wire: int) -> str:
     return f"anchor/{where.number}/{where.line}/{wire}"
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from megazero.comm.rooms.channel import Channel, Listener
+from megazero.comm.rooms.channel import Listener, SealedChannel
 
 SUSPECT = 0.1  # of a member's silence: that it has to be heard again
 BLAMED = 2  # times; then a meeting takes place without it: a rank of it hangs, or there is no way to it
@@ -29,7 +29,7 @@ SEAT = ("name", "header", "message", "wires")  # and of a seat
 
 
 @dataclass(frozen=True)
-class State:
+class Post:
     """What a member posts. id: of this start of it. wires: by number, the address of the rank that shows it.
 
     name, same, least, call_s, patience_s, silence_s: see member.RoomSettings. run, number, line, last: see
@@ -66,7 +66,7 @@ class Seen:
     suspect: until it is heard again.
     """
 
-    state: State
+    state: Post
     heard: float
     since: float
     stray: bool = False
@@ -81,7 +81,7 @@ class Room:
     """
 
     line: str = ""
-    seats: list[State] = field(default_factory=list)
+    seats: list[Post] = field(default_factory=list)
     holders: set[str] = field(default_factory=set)
     blamed: list[str] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class Meetings:
         self.run = ""
         self.began = self.last = now  # began: since when members of an older run are heard
 
-    def look(self, state: State, now: float) -> dict[str, Any]:
+    def look(self, state: Post, now: float) -> dict[str, Any]:
         """Take a member's state and return its view: ``refused`` with the reason, or what it needs to go on."""
         if now - self.last > state.silence_s / 2:  # this process was stopped or cut off
             self.began = now
@@ -134,7 +134,7 @@ class Meetings:
         self.rooms = {number: room for number, room in self.rooms.items() if number >= latest - KEPT}
         return view
 
-    def suspect(self, state: State, now: float) -> None:
+    def suspect(self, state: Post, now: float) -> None:
         """Wait for a member SUSPECT of its silence: its process is gone, or others cannot get what it shows."""
         held = self.members.get(state.name)
         if held and held.state.id == state.id:
@@ -144,7 +144,7 @@ class Meetings:
         seen = self.members.values()
         return [each for each in seen if now - each.heard < each.state.silence_s and not each.state.left]
 
-    def _refusal(self, state: State, now: float, others: Sequence[Seen]) -> dict[str, Any]:
+    def _refusal(self, state: Post, now: float, others: Sequence[Seen]) -> dict[str, Any]:
         """Return why a member may not take part. again: it may be let in later."""
         held = self.members.get(state.name)
         if held and held.state.id != state.id and held in self._live(now):
@@ -163,7 +163,7 @@ class Meetings:
                 }
         return {}
 
-    def _note(self, state: State, now: float, others: Sequence[Seen]) -> None:
+    def _note(self, state: Post, now: float, others: Sequence[Seen]) -> None:
         if self.run != state.run and state.run:
             self.run, self.rooms = state.run, {}
         if not self.run:
@@ -184,7 +184,7 @@ class Meetings:
             if not seen.stray:
                 made.holders.add(state.id)
 
-    def _settle(self, state: State, now: float) -> dict[str, Any]:
+    def _settle(self, state: Post, now: float) -> dict[str, Any]:
         """Close the room of a member's meeting, give its verdict or open it again. Returns what to say of it."""
         room = self.rooms.setdefault(state.number, Room())
         if room.line:
@@ -229,13 +229,13 @@ class Point:
     def __init__(self, port: int, secret: bytes, refused: Callable[[str], None] = lambda host: None) -> None:
         """refused: called with the host of a stranger. Raises OSError if the port is taken."""
         self.meetings, self._lock = Meetings(time.monotonic()), threading.Lock()
-        self._posted: dict[str, tuple[Channel, State]] = {}  # by name, where a member posted last
+        self._posted: dict[str, tuple[SealedChannel, Post]] = {}  # by name, where a member posted last
         self._listener = Listener(port, secret, self._answer, self._ended, refused)
         self.port = self._listener.port
 
-    def _answer(self, channel: Channel, words: Any) -> None:
+    def _answer(self, channel: SealedChannel, words: Any) -> None:
         try:
-            state = State(**words)
+            state = Post(**words)
         except TypeError as error:
             channel.say({"refused": f"the meeting point is of another version of megazero ({error})"})
             return
@@ -244,7 +244,7 @@ class Point:
             self._posted[state.name] = channel, state
         channel.say(view)
 
-    def _ended(self, channel: Channel) -> None:
+    def _ended(self, channel: SealedChannel) -> None:
         """Notice at once that a process has died: its connection ends."""
         with self._lock:
             for last, state in self._posted.values():
