@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from megazero.bounded import load_json
@@ -32,7 +32,7 @@ class Refused(ValueError):
     """This launch may not take part; the message says why."""
 
 
-class SealedChannel:
+class SealedChannel(AbstractContextManager["SealedChannel"]):
     """One end of a connection. Every wait for a byte ends after the socket's timeout (an OSError)."""
 
     def __init__(self, sock: socket.socket, secret: bytes, *, asks: bool) -> None:
@@ -86,9 +86,6 @@ class SealedChannel:
 
     def close(self) -> None:
         self.socket.close()
-
-    def __enter__(self) -> SealedChannel:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

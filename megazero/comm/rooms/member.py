@@ -179,11 +179,6 @@ class Pulse(threading.Thread):
             channel.close()
 
 
-def alone(value: Any) -> list[Any]:
-    """Return the values of all ranks of a launch that has one."""
-    return [value]
-
-
 class Member:
     """A launch, as its rank sees it. A context: it closes at the end, which to the others looks like a crash."""
 
@@ -192,7 +187,7 @@ class Member:
         settings: RoomSettings,
         wires: Mapping[int, int],
         *,
-        gather: Callable[[Any], list[Any]] = alone,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
         leader: bool = True,
         port: int = 0,
         on_wait: Callable[[str], None] = lambda missing: None,
@@ -276,9 +271,8 @@ class Member:
         journal, so nobody may write to them. None: the others have met without this launch, which has ``missed``
         them. Raises RoomLost after ``give_up_s``, Refused if the anchors differ.
         """
-        assert len(header) <= HEADER and {wire: len(each) for wire, each in messages.items()} == {
-            **self.wires
-        }
+        sizes = {wire: len(message) for wire, message in messages.items()}
+        assert len(header) <= HEADER and sizes == dict(self.wires)
         number, began, self._meetings = self.standing.number, time.monotonic(), self._meetings + 1
         own = f"{number}/{self.id}/{self._meetings}"
         for wire, message in messages.items():
@@ -301,8 +295,7 @@ class Member:
         return None
 
     def missed(self, memory: Callable[[], Mapping[int, torch.Tensor]]) -> Met | Fetched | None:
-        """Return a step towards the others, to be committed: a meeting that was missed, else their anchor.
-        Collective.
+        """Return a step towards the others, to be committed: a missed meeting, else their anchor. Collective.
 
         None: this launch is up with them. memory: returns where an anchor goes: by wire, uint8 on the host. ``own``
         of a meeting says whether the message of this launch counts in it.
@@ -316,9 +309,8 @@ class Member:
             if "room" in view and not self._pull(view["room"], view["sources"]):
                 return self._met(view["room"])
             anchor = Fetched(**view["anchor"])
-            jobs = {
-                _anchor_name(anchor, wire): (wire, out, view["sources"]) for wire, out in memory().items()
-            }
+            out = memory()
+            jobs = {_anchor_name(anchor, wire): (wire, out[wire], view["sources"]) for wire in self.wires}
             if not any(self._gather(len(self._fetch(jobs)))):
                 return replace(anchor, last=tuple(anchor.last), about=base64.b64decode(anchor.about))
 
@@ -369,7 +361,7 @@ class Member:
     def _keep(self, name: str, message: torch.Tensor) -> None:
         """Keep a message, and show it to the others."""
         self._messages[name] = message
-        self._shelf.put(name, self.standing.number, Shown.of(memoryview(message.numpy())))
+        self._shelf.put(name, self.standing.number, Shown.of(message.numpy().data))
 
     def _fetch(self, jobs: Mapping[str, tuple[int, torch.Tensor, Sequence[Wires]]]) -> list[str]:
         """Fetch bytes, some at a time. jobs: by name, the wire, where they go and who may show them.
@@ -379,7 +371,7 @@ class Member:
 
         def take(name: str, wire: int, out: torch.Tensor, sources: Sequence[Wires]) -> None:
             places = dict.fromkeys((host, port) for each in sources for host, port in [each[f"{wire}"]])
-            fetch(name, [*places], self.settings.secret, self.settings.silence_s, memoryview(out.numpy()))
+            fetch(name, [*places], self.settings.secret, self.settings.silence_s, out.numpy().data)
             if name.startswith("message/"):
                 self._keep(name, out)
 
