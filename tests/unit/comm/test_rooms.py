@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megazero.cli.meet import MeetOptions, meet
 from megazero.comm.rooms.channel import FRAME, Listener, Refused, SealedChannel, reach
-from megazero.comm.rooms.point import Meetings, Post, enough
+from megazero.comm.rooms.member import Member, Offer, RoomLost, RoomSettings, Standing
+from megazero.comm.rooms.point import Meetings, Point, Post, enough
 from megazero.comm.rooms.shelf import Shelf, Shown, fetch
 from tests.messages import names, refused
 
@@ -324,3 +326,15 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
         refused("--port", f"{other.getsockname()[1]}", "in use"),
     ):
         meet(MeetOptions(other.getsockname()[1]))
+
+
+def test_every_wait_has_an_end_that_says_what_is_missing() -> None:
+    with Point(0, b"") as point:
+        for port, words in ((point.port, ["a there", "at least 2"]), (1, ["no answer", "127.0.0.1", "1"])):
+            where = ("127.0.0.1", port)
+            settings = RoomSettings(where, "a", b"", {}, least=2, silence_s=0.5, give_up_s=0.6)
+            waits: list[str] = []
+            with Member(settings, {0: 4}, on_wait=waits.append) as member, refused(*words, by=RoomLost):
+                member.join(Standing(), Offer({0: "0"}))
+                member.meet(b"", {0: torch.zeros(4, dtype=torch.uint8)})
+            assert waits, "a watchdog would end this launch"
