@@ -168,8 +168,8 @@ class Site:
 
     def start(self, *words: str) -> None:
         environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **SOCKETS}
-        process = self.node.start([sys.executable, "-m", *words], environ)
-        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        self.process = self.node.start([sys.executable, "-m", *words], environ)
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen) -> None:
         for line in process.stdout:
@@ -177,6 +177,8 @@ class Site:
 
     def signal(self, name: str) -> None:
         subprocess.run([*self.node.inside, "sh", "-c", f"kill -{name} -1"], check=False)
+        if name == "CONT":
+            self.process.send_signal(signal.SIGCONT)  # nsenter stops itself with its child
 
     def link(self, way: str) -> None:
         """Cut the link, or bring it back: up, down."""
