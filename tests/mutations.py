@@ -57,6 +57,24 @@ megazero/mesh/mesh.py
   experts are balanced by the tokens of a node
 > tests/dist/train/test_expert_balance.py::test_a_layout_balances_as_one_rank
 
+megazero/comm/rooms/point.py
+- return 2 * len(here) > len(last) - (min(last, default="") in here) if last else True
++ return 2 * len(here) >= len(last)
+  both of two sites go on when the link between them is cut
+> tests/unit/comm/test_rooms.py::test_of_two_parts_one_goes_on
+
+megazero/comm/rooms/point.py
+- seen.stray = made.line != state.line
++ seen.stray = False
+  a launch that was frozen goes on from the anchor of a meeting that was void
+> tests/unit/comm/test_rooms.py::test_a_verdict_is_void_if_all_that_had_the_bytes_died
+
+megazero/comm/rooms/shelf.py
+- read = [each for each in self._shown.values() if each.owned]
++ read = []
+  who fetches an anchor during a meeting gets halves of two
+> tests/unit/comm/test_rooms.py::test_an_anchor_may_change_while_others_fetch_it
+
 megazero/checkpoint/directory.py
 - (manifest.serial, manifest.step, path)
 + (manifest.step, manifest.serial, path)
