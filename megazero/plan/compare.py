@@ -21,6 +21,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
+from megazero.plan.options import with_stand_ins
 from megazero.plan.report import describe, layout_flags, tokens_per_second
 from megazero.plan.rounding import tokens_needed
 from megazero.plan.search import (
@@ -176,9 +177,11 @@ def without_outer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_outer(values: Mapping[str, Any], bits: int, interval: int, replicas: int) -> dict[str, Any]:
     """Return the options of one of so many replicas, which share the global batch."""
-    own = {name: value for name, value in values.items() if name != "train_iters"}
-    own |= {"global_batch_size": int(values["global_batch_size"]) // replicas, "train_samples": 1 << 40}
-    return {**own, "outer_bits": bits, "outer_interval": interval, "outer_meet": f"{LOCAL}:{replicas}"}
+    own = {
+        "global_batch_size": int(values["global_batch_size"]) // replicas,
+        "outer_meet": f"{LOCAL}:{replicas}",
+    }
+    return with_stand_ins({**values, **own, "outer_bits": bits, "outer_interval": interval})
 
 
 def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
@@ -195,8 +198,8 @@ def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
     if not counts:
         raise ConfigError(
             [
-                f"--loss-policy {OUTER_POLICY}: replicas are groups of nodes that share the batch, and {cluster.nodes} "
-                f"and {batch} have no common divisor"
+                f"--loss-policy {OUTER_POLICY}: replicas are groups of nodes that share the batch, and "
+                f"{cluster.nodes} and {batch} have no common divisor"
             ]
         )
     return counts

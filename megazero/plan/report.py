@@ -107,7 +107,8 @@ def describe(layout: Layout) -> str:
 def outer_words(config: RunConfig) -> str:
     """Return outer steps in a few words."""
     outer = config.outer
-    words = f"each of {planned_replicas(outer)} replicas, {outer.outer_bits} bits every {outer.outer_interval} steps"
+    words = f"each of {planned_replicas(outer)} replicas with a batch of {config.batch.global_batch_size}, "
+    words += f"{outer.outer_bits} bits every {outer.outer_interval} steps"
     return words + (f", {outer.outer_delay} on their way" if outer.outer_delay else "")
 
 

@@ -263,7 +263,7 @@ class OuterConfig:
     """
 
     STRICT: ClassVar[bool] = True
-    NEEDS: ClassVar = {"outer_": "outer_meet or loss_policy = outer"}
+    NEEDS: ClassVar = {"outer_": "outer_meet"}
 
     outer_meet: str | None = option(
         None,

@@ -32,9 +32,9 @@ CHOICES = (
 )
 
 
-def run(text: str, ranks: int = 1) -> RunConfig:
+def run(text: str, ranks: int = 1, rest: str = REST) -> RunConfig:
     world = World(ranks, min(ranks, 2))
-    return begun(parse(f"{REST} {text}".split(), world), world)
+    return begun(parse(f"{rest} {text}".split(), world), world)
 
 
 def errors(text: str) -> tuple[str, ...]:
@@ -333,8 +333,9 @@ def test_a_resume_keeps_how_messages_were_coded(tmp_path):
 )
 def test_a_resume_keeps_the_outer_momentum(before, flags, momentum, tmp_path):
     replicas = "--ranks-per-node 2 --outer-interval 8 --outer-meet local:2"
-    save(tmp_path, run(f"{MODEL} {replicas} {before}", 4))
-    again = run(f"--load {tmp_path} {replicas} {flags}", 4)
+    rest = REST.replace("--train-iters 4", "--train-samples 64")
+    save(tmp_path, run(f"{MODEL} {replicas} {before}", 4, rest))
+    again = run(f"--load {tmp_path} {replicas} {flags}", 4, rest)
     assert again.outer.outer_momentum == momentum
     assert any("--outer-momentum 0.9" in note for note in again.notes) == (momentum == 0.9)
 

@@ -233,8 +233,6 @@ EXPERTS --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 1 
 EXPERTS --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel
     -> --tensor-model-parallel-size 2; 1
 EXPERTS --tensor-model-parallel-size 2 -> --num-experts; --tensor-model-parallel-size; --sequence-parallel
-EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --outer-interval 4
-    -> --moe-router-enable-expert-bias; --moe-router-load-balancing-type seq_aux_loss with --moe-aux-loss-coeff
 --checkpoint-activations --recompute-granularity selective -> --checkpoint-activations; --recompute-granularity
 --recompute-activations --checkpoint-activations -> --checkpoint-activations; --recompute-granularity
 --use-rotary-position-embeddings --position-embedding-type learned_absolute
@@ -298,7 +296,7 @@ OUTER --outer-replicas 3 -> --outer-replicas; --outer-meet
 --outer-bits 4 -> --outer-bits 4; --outer-meet
 --outer-delay 1 -> --outer-delay 1; --outer-meet
 OUTER --train-iters 9 --global-batch-size 8 -> --train-iters 9; --outer-meet; --train-samples 144
-OUTER --outer-meet here -> --outer-meet here; HOST:PORT; local:2
+OUTER --outer-meet here -> --outer-meet here; local:2
 OUTER --outer-name a -> --outer-meet local:2; --outer-name
 OUTER --skip-train-iteration-range 2-3 -> --skip-train-iteration-range; --outer-meet
 OUTER --outer-min-lr 0.1 -> --outer-min-lr; --outer-lr-decay-style linear

@@ -164,7 +164,9 @@ def test_layouts_that_are_cut_at_the_rack_are_proposed() -> None:
 
 def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
     for gbits, hidden in ((100.0, True), (0.01, False)):
-        at_once, late = (layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits).part(2)) for delay in (0, 1))
+        at_once, late = (
+            layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits).part(2)) for delay in (0, 1)
+        )
         seconds, alone = meeting_seconds(at_once), simulate(at_once)
         step = alone.seconds - alone.bill["outer"]
         assert (seconds < step) == hidden and alone.bill["outer"] == pytest.approx(seconds / 10)
@@ -207,4 +209,4 @@ def test_given_outer_steps_stay_and_replicas_are_sites_or_nodes_or_as_given() ->
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = [*ALONE, "--recompute-granularity", "none"]
     assert plan(tmp_path, 1, *alone, "--loss-policy", "outer", "--outer-interval", "30")[0] == 0
-    names(capsys.readouterr().out, "each of 2 replicas, 4 bits every 30 steps", "--outer-meet local:2")
+    names(capsys.readouterr().out, "each of 2 replicas", "4 bits every 30 steps", "--outer-meet local:2")
