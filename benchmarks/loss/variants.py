@@ -17,7 +17,7 @@ from megazero.zero import Codecs
 BASELINE = "zero3"
 
 
-class Meetings(NamedTuple):
+class OuterRule(NamedTuple):
     """interval: steps between two. lr: of the outer optimizer."""
 
     interval: int
@@ -41,7 +41,7 @@ class Variant:
     codecs: Codecs = Codecs()
     adamw: Mapping[str, Any] = field(default_factory=dict)
     muon: bool = False
-    outer: Meetings | None = None
+    outer: OuterRule | None = None
     dispatch: Blockwise | None = None
     product: tuple[str, Mapping[str, Any]] = ("bf16", {})
 
@@ -82,7 +82,7 @@ def _outer(interval: int, rule: str, form: str) -> Variant:
     codec = FORMS[form]
     average = rule == "average"
     steps = zero.Outer(0.0 if average else 0.9, not average, codec, feedback=float(codec is not None))
-    outer = Meetings(interval, 1.0 if average else float(rule), steps)
+    outer = OuterRule(interval, 1.0 if average else float(rule), steps)
     said = f"every {interval} steps: {'average' if average else f'Nesterov at {rule}'}"
     said += f", differences INT{codec.bits}" if codec else ""
     return Variant(said, muon=form == "-muon", outer=outer)

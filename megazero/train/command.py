@@ -82,14 +82,12 @@ def _start_replicas(
         for number in range(count):
             name = f"replica{number}"
             own = {"outer_meet": f"127.0.0.1:{point.port}", "outer_name": name}
-            own |= {"outer_least": config.outer.outer_least or count}
+            own |= {"outer_least": f"{config.outer.outer_least or count}"}
             own |= {"log_dir": f"{Path(config.logging.log_dir) / name}"}
             own |= {"save": f"{Path(options.save) / name}"} if options.save else {}
             if options.load and (options.load == options.save or (Path(options.load) / name).is_dir()):
                 own |= {"load": f"{Path(options.load) / name}"}
-            words = [
-                word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", f"{value}")
-            ]
+            words = [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", value)]
             start = ["--nproc-per-node", f"{ranks}"]
             commands.append(([*own_command(argv), *flags, *words, *start], os.environ))
         return start_all(commands, good=good)

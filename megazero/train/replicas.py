@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from megazero.bounded import load_json
-from megazero.comm.rooms.member import Anchor, Member, Met, Offer, RoomSettings, Standing
-from megazero.comm.rooms.shelf import Piece
+from megazero.comm.rooms.member import Fetched, Member, Met, Offer, RoomSettings, Standing
+from megazero.comm.rooms.shelf import Shown
 from megazero.config import RunConfig
 from megazero.config.layout.outer import meeting_point, outer_rate
 from megazero.data.sampler import Batches
 from megazero.data.shares import Dealt, Ranges, size
 from megazero.mesh.launch import Launch
-from megazero.mesh.objects import gather_objects
+from megazero.mesh.objects import gather_beside, gather_objects
 from megazero.mesh.waiting import waiting
 from megazero.train.state.progress import Progress
 from megazero.zero import Engine
@@ -64,7 +64,7 @@ class Standings:
         return cls(Standing(**room), Dealt.of_state(state["dealt"]), int(state["trained"]))
 
 
-class Replicas:
+class Membership:
     """This replica's part in the meetings, as one of its ranks sees it. Its methods are collective in the replica.
 
     batch: returns the samples of this replica's steps after so many of all. stand: the place at the last step's end.
@@ -91,7 +91,7 @@ class Replicas:
         self.member = Member(
             room_settings(config, engine, self.name),
             dict.fromkeys(self.wires, engine.outer.message_bytes),
-            gather=partial(gather_objects, group=group),
+            gather=partial(gather_beside, group=group),
             leader=mesh.rank == 0,
             on_wait=partial(setattr, self, "missing"),
         )
@@ -223,22 +223,22 @@ class Replicas:
         dealt = dealt.dealt(batches, self.config.outer_interval, self.samples)
         self._commit(met, dealt, 0 if counts else self.stand.trained)
 
-    def _adopt(self, anchor: Anchor, received: Mapping[int, torch.Tensor]) -> None:
+    def _adopt(self, anchor: Fetched, received: Mapping[int, torch.Tensor]) -> None:
         """Take another replica's anchor. What was learned since this one's is dropped."""
         with self.member.changing():
             self.steps.adopt([received[wire] for wire in self.wires])
         self._commit(anchor, Dealt.of_state(load_json(anchor.about)), 0)
 
-    def _commit(self, step: Met | Anchor, dealt: Dealt, trained: int) -> None:
+    def _commit(self, step: Met | Fetched, dealt: Dealt, trained: int) -> None:
         self.stand = replace(self.stand, dealt=dealt, trained=trained)
         self._wait(self._thread.submit(self.member.commit, step, self._offer()))
         self.stand = replace(self.stand, room=self.member.standing)
 
     def _offer(self) -> Offer:
-        digests, pieces = dict[int, str](), dict[int, Piece]()
+        digests, pieces = dict[int, str](), dict[int, Shown]()
         for place, wire in enumerate(self.wires):
             digests[wire] = f"{self.steps.digest(place):x}"
-            pieces[wire] = Piece(self.steps.anchor_bytes(place), partial(self.steps.read_anchor, place))
+            pieces[wire] = Shown(self.steps.anchor_bytes(place), partial(self.steps.read_anchor, place))
         return Offer(digests, json.dumps(self.stand.dealt.state()).encode(), pieces)
 
     def _wait(self, found: Future[T]) -> T:

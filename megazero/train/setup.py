@@ -55,7 +55,7 @@ from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
-from megazero.train.replicas import Replicas, Standings
+from megazero.train.replicas import Membership, Standings
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import RunLength, run_length
@@ -369,7 +369,7 @@ def prepare(
     replicas = None
     if config.outer.outer_meet:
         stand = Standings.of(progress)
-        replicas = Replicas(config, built.engine, launch, stand, length.batch_sizes.batch_size)
+        replicas = Membership(config, built.engine, launch, stand, length.batch_sizes.batch_size)
     return Trainer(
         decoder=built.decoder,
         engine=built.engine,

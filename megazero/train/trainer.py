@@ -34,7 +34,7 @@ from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
-from megazero.train.replicas import Replicas
+from megazero.train.replicas import Membership
 from megazero.train.schedule.learning_rate import DECOUPLED, FACTOR, UNDECAYED, LearningRate
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
@@ -84,7 +84,7 @@ class Trainer:
     exits: Exits
     bill: TimeBill
     callbacks: Callbacks
-    replicas: Replicas | None = None
+    replicas: Membership | None = None
 
     def __post_init__(self) -> None:
         checkpointing, self.mesh = self.checkpointing, self.engine.mesh

@@ -218,10 +218,10 @@ class OuterSteps(StepPart):
         for unit in self._moving if not keep else ():
             if (residual := self.anchors[unit].residual) is not None:
                 residual.copy_(own.lost[unit]) if own else residual.zero_()
-        tails = [self._tails(torch.stack([seat[0]])) for seat in seats]
+        tails = [self._tails(seat[0][None]) for seat in seats]
         for at, (buffer, held) in enumerate(self.buffers):
             every = [tail[at][0].view(buffer.dtype).view_as(buffer).to(buffer) for tail in tails]
-            mean = sum(w * x for w, x in zip(weights, every, strict=True)) / sum(weights)
+            mean = torch.stack([w * x for w, x in zip(weights, every, strict=True)]).sum(0) / sum(weights)
             buffer.copy_(buffer + mean - held if keep else mean)
             held.copy_(mean)
         norm, drift = self.mesh.gather_rows(squares).sum(0).sqrt().tolist()
@@ -342,8 +342,8 @@ class OuterSteps(StepPart):
         The residual begins at zero.
         """
         for wire, received in enumerate(wires):
-            held = [*self._slices(wire)]
-            for each, part in zip(held, received.split([each.nbytes for each in held]), strict=True):
+            places = [*self._slices(wire)]
+            for each, part in zip(places, received.split([each.nbytes for each in places]), strict=True):
                 each.view(torch.uint8).copy_(part)
         for at in range(2 if self.outer.momentum else 1):
             self._run(partial(self._adopt, at))

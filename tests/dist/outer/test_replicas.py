@@ -1,4 +1,4 @@
-"""Replicas of one rank each, as threads with real rooms: which samples they train on, and who comes and goes."""
+"""Membership of one rank each, as threads with real rooms: which samples they train on, and who comes and goes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megazero.data.source import DatasetSource
 from megazero.mesh.launch import read_launch
 from megazero.mesh.mesh import create_mesh
 from megazero.train.parallelize import make_outer
-from megazero.train.replicas import Replicas, Standings
+from megazero.train.replicas import Membership, Standings
 from megazero.train.state.progress import Progress
 from tests.messages import refused
 from tests.sizes import TINY
@@ -84,7 +84,7 @@ class Replica:
         if self.begin.meeting is not None:
             source.load_state(self.begin.source)
         stand = Standings.of(self.begin)
-        replicas = Replicas(config, self.engine, read_launch({}), stand, lambda consumed: self.batch)
+        replicas = Membership(config, self.engine, read_launch({}), stand, lambda consumed: self.batch)
         with Batches(source, micro_batch_size=1) as batches:
             replicas.join(batches)
             while not replicas.finished and (stopped := self.stop(self)) is None:
