@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megazero.config.layout import context_rules
 from megazero.config.layout.context import SWAP, comm_type
-from megazero.config.layout.outer_rules import outer_notes
+from megazero.config.layout.outer_rules import outer_notes, shares_of_ranks
 from megazero.config.layout.shards import QUANTISED, resolve_shards
 from megazero.config.layout.wire_rules import may_quantise, message_facts
 from megazero.config.model.published import is_published
@@ -237,7 +237,7 @@ def _over_nodes(config: RunConfig, world: World) -> Iterator[str]:
 
 
 # Rules over the size of the world, where ranks divide evenly. Before nodes are known, those judge that hold for any.
-LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes)
+LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes, shares_of_ranks)
 # What is not as one may expect of a legal configuration.
 NOTES: tuple[Callable[[RunConfig, World | None], Iterable[str]], ...] = (
     lambda config, _: idle_router(config),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig, World
+from megazero.config.layout.outer import wires
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS, OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
@@ -120,8 +121,9 @@ def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> tuple[
     wire = config.wire(base.world)
     states = states_of(config, base.world, wire, base.compute.width, sums, base.cluster.on_host)
     os = states.shards.os
-    cut = "units", wire, os, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
-    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d, os))
+    parts = wires(config.outer, base.d)
+    cut = "units", wire, os, parts, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
+    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d * parts, os))
 
 
 class Layout:

@@ -28,7 +28,7 @@ from megazero.comm.hops import Traffic
 from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
-from megazero.config.layout.outer import BF16_BITS, averages, feedback, outer_coding
+from megazero.config.layout.outer import BF16_BITS, averages, feedback, outer_coding, wires
 from megazero.config.layout.wire import dispatch_coding
 from megazero.config.model.spec import ParameterSpec
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -126,17 +126,18 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
         codecs=wire,
         seed=config.training.seed,
-        outer=make_outer(config.outer) if config.outer.outer_meet else None,
+        outer=make_outer(config.outer, mesh.dp_size) if config.outer.outer_meet else None,
     )
 
 
-def make_outer(outer: OuterConfig) -> zero.Outer:
-    """Return how the configuration's outer steps are taken."""
+def make_outer(outer: OuterConfig, d: int = 1) -> zero.Outer:
+    """Return how the configuration's outer steps are taken by d data-parallel ranks."""
     return zero.Outer(
         momentum=0.0 if averages(outer) else outer.outer_momentum,
         nesterov=outer.outer_optimizer == "nesterov",
         codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else outer_coding(outer),
         feedback=feedback(outer),
+        wires=wires(outer, d),
     )
 
 

@@ -34,7 +34,7 @@ from megazero.mesh.launch import Launch
 from megazero.mesh.objects import gather_beside, gather_objects
 from megazero.mesh.waiting import waiting
 from megazero.train.state.progress import Progress
-from megazero.zero import Engine
+from megazero.zero import DataAxes, Engine
 from megazero.zero.outer import Packed
 
 CALL_S, PATIENCE_S = 10.0, 60.0
@@ -85,7 +85,8 @@ class Membership:
         self.say: Callable[[str], None] = lambda text: None
         self.name: str = gather_objects(config.outer.outer_name or launch.host)[0]
         count, mesh = engine.outer.outer.wires, engine.mesh
-        self.wires = range(mesh.rank * count, (mesh.rank + 1) * count)
+        first = (mesh.pp.index * mesh.tp.size + mesh.tp.index) * mesh.dp_size + DataAxes.of(mesh).place
+        self.wires = range(first * count, (first + 1) * count)  # the same slices in replicas of fewer ranks
         self.missing, self.told = "", dict[str, Any]()
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # a thread's own
         self.member = Member(
@@ -264,16 +265,26 @@ def _header(text: bytes) -> dict[str, int]:
 def room_settings(config: RunConfig, engine: Engine, name: str) -> RoomSettings:
     """Return where this replica meets, and what must be the same in all. Raises ValueError or OSError."""
     outer, grid, policy = config.outer, engine.mesh.grid, engine.policy
+    assert engine.outer is not None
     secret = Path(outer.outer_secret_file).read_bytes().strip() if outer.outer_secret_file else b""
-    layout = {"tp": grid.tp, "pp": grid.pp, "d": grid.dp, "ep": grid.ep, "block": policy.block}
-    layout |= {
-        "exact": policy.exact_numel,
-        "chunk": policy.chunk_numel,
-        "layers": config.zero.zero_unit_layers,
-    }
-    own = ("meet", "name", "secret_file", "least", "call", "patience", "silence", "delay", "evaluation")
+    layout = {"tp": grid.tp, "pp": grid.pp, "d": grid.dp * engine.outer.outer.wires, "ep": grid.ep}
+    layout |= {"block": policy.block, "exact": policy.exact_numel, "chunk": policy.chunk_numel}
+    layout |= {"layers": config.zero.zero_unit_layers, "quantised": not policy.codecs.exact}
+    own = (
+        "meet",
+        "name",
+        "secret_file",
+        "ranks",
+        "least",
+        "call",
+        "patience",
+        "silence",
+        "delay",
+        "evaluation",
+    )
     steps = {key: value for key, value in vars(outer).items() if key.removeprefix("outer_") not in own}
     training = {"samples": config.training.train_samples, "seed": config.training.seed}
+    training |= {"optimizer": config.optimizer.optimizer, "dtype": config.precision.params_dtype}
     same = {"model": vars(config.model), "layout": layout, "outer steps": steps, "training": training}
     words = {word: json.dumps(values, sort_keys=True, default=str) for word, values in same.items()}
     words["model"] = hashlib.sha256(words["model"].encode()).hexdigest()[:16]

@@ -84,6 +84,14 @@ class DataAxes:
         return tuple(axis.index for axis in self.axes)
 
     @cached_property
+    def place(self) -> int:
+        """The place of this rank's slice among those that all axes cut, in the order of elements (layout.py)."""
+        place = 0
+        for size, index in zip(self.sizes, self.indices, strict=True):
+            place = place * size + index
+        return place
+
+    @cached_property
     def shards(self) -> tuple[int, int, int]:
         """P, G and OS: how many ranks share one copy of parameters, of accumulated gradients, of optimizer states."""
         p, g, os = (prod(self.sizes[:level]) for level in (self.p, self.g, self.os))

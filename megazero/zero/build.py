@@ -244,6 +244,7 @@ class UnitMaker:
             quantises=not codecs.exact,
             sizes=axes.sizes,
             indices=axes.indices,
+            parts=policy.outer.wires if policy.outer else 1,
         )
         codecs = codecs if quantised else Codecs()
         trainable = tuple(n for n, p in params.items() if p.requires_grad)
@@ -260,6 +261,7 @@ def lay_out(
     quantises: bool,
     sizes: Sequence[int],
     indices: Sequence[int],
+    parts: int = 1,
 ) -> tuple[UnitLayout, bool]:
     """Lay out a unit's parameters, and return whether something of it is quantised.
 
@@ -274,6 +276,7 @@ def lay_out(
         sizes=sizes,
         indices=indices,
         exact=exact,
+        parts=parts,
         used={n: traits[n].used for n in ordered},
     )
     return layout, quantises and len(exact) < len(shapes)

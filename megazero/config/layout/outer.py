@@ -42,6 +42,12 @@ def outer_rate(outer: OuterConfig, consumed: int, samples: int) -> float:
     return outer.outer_lr - fall * min(1.0, consumed / samples)
 
 
+def wires(outer: OuterConfig, d: int) -> int:
+    """Return how many slices of each of d data-parallel ranks cross by themselves: as many as the largest replica has
+    ranks for one of these."""
+    return (outer.outer_ranks or d) // d
+
+
 def local_replicas(outer: OuterConfig) -> int | None:
     """Return how many replicas are started on this machine, or None where each is started by itself."""
     word, _, count = (outer.outer_meet or "").partition(":")

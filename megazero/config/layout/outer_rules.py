@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megazero.config.layout.outer import LOCAL, local_replicas, meeting_point
-from megazero.config.run import RunConfig
+from megazero.config.run import RunConfig, World
+from megazero.mesh.grid import nearest_multiple
 
 
 def meets(config: RunConfig) -> Iterator[str]:
@@ -37,6 +38,25 @@ def meets(config: RunConfig) -> Iterator[str]:
         yield (
             f"--outer-delay {outer.outer_delay}: differences arrive before the next ones leave, --outer-interval "
             f"{outer.outer_interval} steps later; nearest: {outer.outer_interval - 1}"
+        )
+
+
+def shares_of_ranks(config: RunConfig, world: World) -> Iterator[str]:
+    """Report data-parallel ranks by which the largest replica's do not divide, and experts that these would share."""
+    most, d, ep = (
+        config.outer.outer_ranks,
+        config.shard_ranks(world),
+        config.parallel.expert_model_parallel_size,
+    )
+    if most is not None and most % d:
+        yield (
+            f"--outer-ranks {most} is not a multiple of this replica's {d} data-parallel ranks; nearest: "
+            f"{nearest_multiple(most, d)}"
+        )
+    elif most not in (None, d) and ep > 1:
+        yield (
+            f"--outer-ranks {most} with --expert-model-parallel-size {ep}: replicas whose ranks share experts have "
+            f"as many data-parallel ranks; nearest: {d}"
         )
 
 

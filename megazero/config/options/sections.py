@@ -276,6 +276,11 @@ class OuterConfig:
     outer_secret_file: str | None = option(
         None, "file of the secret by which replicas and the meeting point know each other, 16 bytes at least"
     )
+    outer_ranks: int | None = option(
+        None,
+        "data-parallel ranks of the replica that has the most, a multiple of every other's (default: this one's)",
+        low=1,
+    )
     outer_interval: int = option(
         100, "steps that replicas train apart before they meet, of their own batches each", low=1, small=2
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megazero import zero
 from megazero.comm.codec import Blockwise, Identity
-from megazero.mesh.mesh import create_mesh
+from megazero.mesh.grid import make_grid
+from megazero.mesh.mesh import Axis, Mesh, create_mesh
 from megazero.zero.outer import OuterSteps
 from megazero.zero.slices import Slice
 from tests.dist.outer.cases import OuterCase, error, on_ranks, plain, whole
@@ -169,6 +171,43 @@ def test_what_rounding_loses_is_sent_later_and_bytes_are_those_of_the_formula() 
             assert missing < 1e-6, (case, missing)
             assert share == pytest.approx(1, abs=0.01), case
             assert (lost == 0) == (case[1] == "exact") and lost < 2, (case, lost)
+
+
+def lone_mesh() -> Mesh:
+    """A mesh of this process alone, beside those of all ranks."""
+    grid = make_grid(1, 1)
+    axes = {spec.name: Axis(spec, 0, (0,), None, None) for spec in grid.axes}
+    return Mesh(grid, 0, torch.device("cpu"), axes)
+
+
+def of_other_sizes() -> bool:
+    """A replica of two ranks and one of one, which sends a message for each of them. Whether both come to one
+    anchor."""
+    engines = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        mesh = lone_mesh() if alone else create_mesh(shards=(1, 1, 2))
+        policy = zero.Policy(block=8, outer=zero.Outer(codec=Blockwise(8, 8), feedback=1.0, wires=1 + alone))
+        engines.append(zero.shard(torch.nn.Linear(24, 33), mesh=mesh, policy=policy))
+    both, alone = (engine.outer for engine in engines)
+    place = zero.DataAxes.of(engines[0].mesh).place
+    for step in range(3):
+        torch.manual_seed(step)
+        for engine, way in zip(engines, torch.randn(2, alone.units[0].layout.numel), strict=True):
+            (unit,) = engine.units
+            for piece in unit.layout.pieces(unit.axes.os):
+                unit.master.value.add_(way[piece.span])
+        ours, theirs = both.pack(), alone.pack()
+        every = [torch.empty_like(ours.messages) for _ in range(2)]
+        dist.all_gather(every, ours.messages)
+        pair = [row for rank in every for row in rank]
+        both.take_up([[*ours.messages], [theirs.messages[place]]], (1, 3), 0.7, ours)
+        alone.take_up([pair, [*theirs.messages]], (1, 3), 0.7, theirs)
+    return both.digest(0) == alone.digest(place) and bool(alone.anchors[alone.units[0]].momentum.any())
+
+
+def test_replicas_of_one_and_of_two_ranks_come_to_one_anchor() -> None:
+    assert run_ranks(2, of_other_sizes) == [True, True]
 
 
 def taken_over() -> list[bool]:

@@ -145,12 +145,17 @@ def test_replicas_of_other_batches_share_all_samples(port: int) -> None:
     assert one.end.consumed_samples == other.end.consumed_samples == SAMPLES
 
 
+def after_its_first_meeting(own: Replica) -> bool | None:
+    """Die two steps after it."""
+    return True if len(own.met) == 1 and len(own.trained) % INTERVAL == 2 else None
+
+
 def test_one_dies_another_comes_late_and_a_slow_one_is_called(port: int) -> None:
     """Survivors go on; the samples of the dead one's last share are trained on by others."""
     least = {"outer_least": 2}
     one = Replica("a", port, options=least, pause_s=0.02)
     slow = Replica("b", port, options=least, pause_s=0.25)
-    dying = Replica("c", port, options=least, pause_s=0.02, stop=lambda own: True if len(own.met) == 1 and len(own.trained[-1:]) and len(own.trained) % 5 == 2 else None)  # fmt: skip
+    dying = Replica("c", port, options=least, pause_s=0.02, stop=after_its_first_meeting)
     while len(one.met) < 3 and one.thread.is_alive():
         time.sleep(0.01)
     late = Replica("d", port, options=least, pause_s=0.02)
