@@ -244,21 +244,15 @@ class Layout:
             ahead_bytes=plan.ahead_bytes,
         )
 
-    def meeting_chain(self, unit: UnitShape) -> Chain:
-        """Return what an outer step does with a unit inside its replica."""
-        outer = self.states.outer
-        if outer is None:
-            return ()
-        compute, own = self.base.compute, unit.elements / self.states.plan(unit).shards[2] * outer.sums
+    def meeting_seconds(self, unit: UnitShape) -> float:
+        """Return the seconds that an outer step takes of a unit inside its replica, one hop after the other."""
+        outer, compute = self.states.outer, self.base.compute
+        assert outer is not None
+        own = unit.elements / self.states.plan(unit).shards[2] * outer.sums
         share = outer.replicas * unit.elements * unit.apart / self.grid.dp
         # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
-        begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)
-        return (
-            *_local(begin),
-            *_local(compute.summed(share, self.formats.sums)),
-            *map(self._timed_hop, self.states.plan(unit).sharing),
-            *_local(end),
-        )
+        local = compute.moved((7 + 2 * outer.momentum) * own) + compute.summed(share, self.formats.sums)
+        return local + sum(self._timed_hop(hop).seconds for hop in self.states.plan(unit).sharing)
 
     @cached_property
     def _matrix_width(self) -> int:

@@ -239,16 +239,11 @@ def meeting_seconds(layout: Layout) -> float:
     """Return the seconds of a meeting: the others' messages come to all ranks, which wait for the slowest stage
     then."""
     _, received = layout.bytes_of_meetings
-    return layout.base.cluster.met_seconds(received) + max(
-        _meeting(layout, rank) for rank in range(layout.base.pp)
+    own = (
+        sum(count * layout.meeting_seconds(unit) for unit, count in layout.units(rank).counts)
+        for rank in range(layout.base.pp)
     )
-
-
-def _meeting(layout: Layout, rank: int) -> float:
-    """Return the seconds of a rank's outer step (zero/outer.py): its chains on one lane, and nothing else."""
-    lane, links = _Lane(), dict[str, float]()
-    chains = {unit: layout.meeting_chain(unit) for unit, _ in layout.units(rank).counts}
-    return max((lane.run(chains[unit], 0.0, links) for unit in layout.units(rank).shapes), default=0.0)
+    return layout.base.cluster.met_seconds(received) + max(own)
 
 
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:

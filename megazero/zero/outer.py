@@ -101,12 +101,9 @@ class OuterSteps(StepPart):
         self.begin()
 
     def _new_anchor(self, unit: Unit) -> Anchor:
-        like = unit.master.value
+        like, part = unit.master.value, unit.layout.level_numel(unit.axes.all)
         momentum = torch.empty_like(like) if self.outer.momentum else None
-        return Anchor(torch.empty_like(like), momentum, self._new_part(unit) if self.outer.feedback else None)
-
-    def _new_part(self, unit: Unit) -> Tensor:
-        return unit.master.value.new_empty(unit.layout.level_numel(unit.axes.all))
+        return Anchor(torch.empty_like(like), momentum, like.new_empty(part) if self.outer.feedback else None)
 
     def follow(self, buffers: Sequence[Tensor]) -> None:
         """Let the anchor have these tensors of the module, too."""
@@ -183,13 +180,12 @@ class OuterSteps(StepPart):
             codec, residual = self._codec(unit), self.anchors[unit].residual
             with self.context.frame() as frame:
                 rows = self._difference(unit, frame).rows(unit.axes.all, self.outer.wires)
-                if residual is not None:
-                    for row, owed in zip(rows, self._part(unit, residual), strict=True):
-                        row.add_(owed)
+                for row, owed in zip(rows, self._part(unit, residual), strict=False):
+                    row.add_(owed)
                 sent = encoded(codec, rows, frame.take)
                 messages[:, low:high].copy_(sent.view(torch.uint8))
                 if residual is not None:
-                    lost[unit] = self._new_part(unit)
+                    lost[unit] = torch.empty_like(residual)
                     arrived = decoded(codec, sent, rows, frame.take)
                     for row, gone, out in zip(rows, arrived, self._part(unit, lost[unit]), strict=True):
                         torch.sub(row, gone, out=out).mul_(self.outer.feedback)
@@ -258,7 +254,9 @@ class OuterSteps(StepPart):
         """Add up the seats' messages of a unit, then update its anchor and master weights."""
         anchor, codec = self.anchors[unit], self._codec(unit)
         with self.context.frame() as frame:
-            sums, rows = self._empty_sums(unit, frame)
+            taken = frame.take(unit.layout.level_numel(unit.axes.os), unit.sum_dtype)
+            sums = Slice(unit.layout, taken, unit.axes.os)
+            rows = sums.rows(unit.axes.all, self.outer.wires)
             for row in rows:
                 row.zero_()
             for seat, weight in zip(seats, weights, strict=True):
@@ -288,20 +286,15 @@ class OuterSteps(StepPart):
         torch.sub(self.anchors[unit].value, unit.master.value, out=moved)
         return Slice(unit.layout, moved, unit.axes.os)
 
-    def _empty_sums(self, unit: Unit, frame: Frame) -> tuple[Slice, Views]:
-        """Return a buffer of the OS slice, and this rank's own part of it [wires, n] of each region."""
-        taken = frame.take(unit.layout.level_numel(unit.axes.os), unit.sum_dtype)
-        sums = Slice(unit.layout, taken, unit.axes.os)
-        return sums, sums.rows(unit.axes.all, self.outer.wires)
-
     def _share(self, unit: Unit, sums: Slice) -> Chain:
         """Bring all ranks' own parts together."""
         for hop in unit.plan.sharing:
             yield from share_back(unit, hop, sums, self.context)
 
-    def _part(self, unit: Unit, part: Tensor) -> Views:
-        """Return views [wires, n] of each region of a compact slice of the level of all axes."""
-        return Slice(unit.layout, part, unit.axes.all).rows(unit.axes.all, self.outer.wires)
+    def _part(self, unit: Unit, part: Tensor | None) -> Views:
+        """Return views [wires, n] of each region of a compact slice of the level of all axes, if there is one."""
+        level = unit.axes.all
+        return () if part is None else Slice(unit.layout, part, level).rows(level, self.outer.wires)
 
     def _add_square(self, unit: Unit, values: Tensor, out: Tensor) -> None:
         for run in self.runs[unit]:

@@ -1,4 +1,4 @@
-"""The planner with outer replicas: what a meeting takes, what is proposed for a link, and which scheme wins."""
+"""The planner with replicas: what a meeting takes, what is proposed for a link, and which scheme wins."""
 
 from __future__ import annotations
 
