@@ -158,14 +158,10 @@ class OuterFormat:
     def feedback(self) -> bool:
         return feedback(self.config) > 0
 
-    @property
-    def coding(self) -> Coding | None:
-        return outer_coding(self.config)
-
     def message(self, plan: UnitPlan[Coding]) -> int:
         """Return the bytes of a rank's message of a unit, which goes to every other replica."""
         width = self.sums if self.config.outer_bits == EXACT_BITS else 2
-        return plan.message(plan.cut.ranks[-1], self.coding, width, self.sums)
+        return plan.message(plan.cut.ranks[-1], outer_coding(self.config), width, self.sums)
 
 
 def matrix_width(optimizer: OptimizerConfig, width: int) -> int:

@@ -283,7 +283,7 @@ def room_settings(config: RunConfig, engine: Engine, name: str) -> RoomSettings:
         "evaluation",
     )
     steps = {key: value for key, value in vars(outer).items() if key.removeprefix("outer_") not in own}
-    training = {"samples": config.training.train_samples, "seed": config.training.seed}
+    training: dict[str, Any] = {"samples": config.training.train_samples, "seed": config.training.seed}
     training |= {"optimizer": config.optimizer.optimizer, "dtype": config.precision.params_dtype}
     same = {"model": vars(config.model), "layout": layout, "outer steps": steps, "training": training}
     words = {word: json.dumps(values, sort_keys=True, default=str) for word, values in same.items()}

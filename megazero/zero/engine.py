@@ -14,7 +14,7 @@ reverse of the forward's order of first use; both are hashed and compared across
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class Engine:
         self._take_parts(context)
 
     def _take_parts(self, context: Context) -> None:
-        """Make the parts of a step, in the order in which they are told. The one that moves weights is the last."""
+        """Make the parts of a step, in the order in which they are told."""
         runs = counted(self.optimizer.runs, self.mesh)
         self.norm = GlobalNorm(runs, self.mesh)
         self.agreement = Agreement(self.mesh, self.issued)
@@ -97,8 +97,7 @@ class Engine:
         self.parts: list[StepPart] = []
         self.scalars = StepScalars(self.mesh, self.waits, self.parts)
         self.gathers.overdue = self.reductions.overdue = self.agreement.check
-        own = (self.norm, self.agreement, self.rounding, self.outer)
-        for part in reversed([part for part in own if part is not None]):
+        for part in (self.rounding, self.agreement, self.norm):
             self.join(part)
 
     # -- the user's verbs ------------------------------------------------------------------------
@@ -211,9 +210,7 @@ class Engine:
         """
         self._between_steps("evaluation()")
         program = self.gatherer.program
-        with ExitStack() as around:
-            for part in self.parts:
-                around.enter_context(part.reading(anchor))
+        with self.outer.reading() if self.outer is not None and anchor else nullcontext():
             program.open(())
             program.enter(Segment(EVALUATION))
             try:
@@ -273,8 +270,8 @@ class Engine:
             unit.weights.outdate()
             if unit.delta:
                 unit.weights.refreshed()
-        for part in self.parts:
-            part.loaded(anchored)
+        if self.outer is not None and not anchored:
+            self.outer.begin()
 
     def refresh(self) -> None:
         """Bring every P copy up to date now, not at the next use. This is collective, between steps.

@@ -44,7 +44,6 @@ from megazero.zero.context import Context
 from megazero.zero.optimizer import Run
 from megazero.zero.policy import Outer
 from megazero.zero.reduce import share_back
-from megazero.zero.scalars import StepPart
 from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 
@@ -77,7 +76,7 @@ class Moved(NamedTuple):
     drift: float
 
 
-class OuterSteps(StepPart):
+class OuterSteps:
     """Takes the outer steps of one engine, between its steps. Every rank of the replica calls each verb alike.
 
     buffers: tensors of the module that the anchor has, too (experts' biases), with their anchors. They are the same
@@ -119,21 +118,15 @@ class OuterSteps(StepPart):
         for buffer, held in self.buffers:
             held.copy_(buffer)
 
-    def loaded(self, own: bool) -> None:
-        if not own:
-            self.begin()
-
     @contextmanager
-    def reading(self, anchor: bool) -> Iterator[None]:
-        """Inside, the weights are the anchors if asked for; outside all is as it was, to the bit. Between steps."""
+    def reading(self) -> Iterator[None]:
+        """Inside, the weights are the anchors; outside all is as it was, to the bit. Between steps."""
         with self.context.rounding.unmeasured():
-            if anchor:
-                self._swap()
+            self._swap()
             try:
                 yield
             finally:
-                if anchor:
-                    self._swap()
+                self._swap()
 
     def _swap(self) -> None:
         pairs = [(unit.master.value, anchor.value) for unit, anchor in self.anchors.items()]

@@ -8,7 +8,6 @@ all read, and tells all whether the update was made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -70,13 +69,6 @@ class StepPart:
 
     def aborted(self) -> None:
         """Note that the open step was given up. Its gradients are discarded."""
-
-    def reading(self, anchor: bool) -> AbstractContextManager[None]:
-        """Return the context of an evaluation. anchor: replicas evaluate what they share."""
-        return nullcontext()
-
-    def loaded(self, own: bool) -> None:
-        """Note that the master weights were loaded. own: and this part's tensors with them."""
 
     def state(self) -> dict[str, Any]:
         """Return its entries of ``Engine.state``, in JSON types."""
