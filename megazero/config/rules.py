@@ -91,12 +91,6 @@ def _experts(config: RunConfig) -> Iterator[str]:
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
         )
-    if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
-        yield (
-            "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "
-            "tokens, and move the bias apart; nearest: --moe-router-load-balancing-type seq_aux_loss with "
-            "--moe-aux-loss-coeff"
-        )
 
 
 def _balance(config: RunConfig) -> Iterator[str]:
@@ -300,8 +294,8 @@ def _loss_chunk(config: RunConfig) -> Iterator[str]:
 def _outer_policy(config: RunConfig) -> Iterator[str]:
     if config.planning.loss_policy == "outer":
         yield (
-            "--loss-policy outer is for megazero plan, which proposes --outer-interval and --outer-replicas; give "
-            "these to a run; nearest: --loss-policy exact"
+            "--loss-policy outer is for megazero plan, which proposes outer steps: give a run the flags of its "
+            "answer; nearest: --loss-policy exact"
         )
 
 
@@ -360,7 +354,7 @@ RULES: tuple[Rule, ...] = (
     _loss_chunk,
     _outer_policy,
     _callbacks,
-    outer_rules.late,
+    outer_rules.meets,
     lambda c: wire_rules.legal_block(c.zero),
     wire_rules.links_have_bits,
     wire_rules.delta_refresh,

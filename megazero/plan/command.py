@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(request: PlanRequest) -> int:
     values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
-    cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
+    plain = compare.without_outer(values)  # what outer steps propose has a place to meet
+    cluster.device.peak(make_config({"micro_batch_size": 1, **plain}).precision.params_dtype)
     if options.pays:
         return _pays(request, values)
     search = Search(values, cluster, request.loss_policy)

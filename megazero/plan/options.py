@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError, make_config
+from megazero.config.layout.outer import LOCAL
 from megazero.config.options.cluster import LEAST, MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.data_sources import NO_DATA
@@ -17,7 +18,7 @@ from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import CONDITIONS, DERIVED_LENGTHS, GELU, LOADED
 from megazero.config.run import all_options
-from megazero.plan.search import given_formats
+from megazero.plan.search import OUTER_POLICY, given_formats
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below]
 
@@ -106,7 +107,8 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
     errors += _useless(options, policy)
     errors += _not_beside_schemes(options, values)
     if not any(line.startswith("--load ") for line in errors):  # what is missing may stand there
-        errors += _model_errors(values)
+        proposes = (options.pays or policy == OUTER_POLICY) and any(n.startswith("outer_") for n in values)
+        errors += _model_errors({**({"outer_meet": f"{LOCAL}:2"} if proposes else {}), **values})
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
     return PlanRequest(values, cluster, policy, options)
@@ -138,7 +140,11 @@ def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
     }
     done |= NO_DATA
     done["vocab_size"] = run_vocabulary(values.get("tokenizer_type"), values.get("vocab_size"))
-    if done.get("train_samples") is None:
+    if done.get("train_samples") is None and done.get("outer_meet"):
+        done = {name: value for name, value in done.items() if name != "train_iters"} | {
+            "train_samples": 1 << 40
+        }
+    elif done.get("train_samples") is None:
         done.setdefault("train_iters", 1)
     done.setdefault("lr", 1e-4)
     return done

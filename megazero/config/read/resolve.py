@@ -12,7 +12,6 @@ from typing import Any
 
 from megazero.config.foreign.derived import DERIVED, EXPERT_TENSORS, MADE_OF, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
-from megazero.config.layout.outer import averages
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import (
     OF_BOTH,
@@ -31,7 +30,7 @@ from megazero.config.options.data_inputs import FILE_OPTIONS, PARTS, tokenizer_t
 from megazero.config.options.fields import Resume, section_of, show, stand_in, typed
 from megazero.config.options.needs import lacks
 from megazero.config.options.optimizers import of_schedule
-from megazero.config.options.sections import SINKHORN, OuterConfig, TrainingConfig, ZeroConfig
+from megazero.config.options.sections import SINKHORN, TrainingConfig, ZeroConfig
 from megazero.config.read.completion import (
     Completed,
     Completion,
@@ -217,18 +216,6 @@ def _formats(values: Values, known: Known) -> Completed:
         said = _changes(names, vars(was), vars(now))
         notes.append(f"the flags decide the format of gradients, which is not that of {path}: {said}")
     return Completed(kept, notes, loaded=kept)
-
-
-def _outer(values: Values, known: Known) -> Completed:
-    """At a resume, take the outer momentum from the checkpoint where the options give none: what it has summed up is
-    by that rule, and the default was 0.9 before 0.3.0."""
-    before, now = (section_of(OuterConfig, each) for each in (known.saved, values))
-    if "outer_momentum" in values or not (before.outer_interval and now.outer_interval):
-        return Completed()
-    momentum = before.outer_momentum
-    if momentum == now.outer_momentum or averages(before) or averages(now):
-        return Completed()
-    return Completed({"outer_momentum": momentum}, [f"from {known.path}: --outer-momentum {momentum:g}"])
 
 
 def _formats_of(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,7 +448,6 @@ COMPLETIONS = (
         (*FORMATS, *ASKING, "zero_preset", "zero_params_lifetime", "loss_policy", "level_sizes"),
         FORMATS,
     ),
-    Completion(_outer, section_names("outer"), ("outer_momentum",)),
     Completion(
         _saving,
         (*ZERO_IS_OFF, "save", "save_retain_interval", "save_keep_last"),
