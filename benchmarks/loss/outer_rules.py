@@ -42,6 +42,9 @@ SIZES = {"0.7M": SETTINGS, "1.3M": replace(SETTINGS, hidden=192, ffn=512, heads=
 # What differences are sent in, and the share of what that lost which is added to the next ones.
 SENT: Mapping[str, tuple[Codec, float]] = {"INT4": (Blockwise(4), 1.0), "top 64": (TopK(), TopK.FEEDBACK)}
 
+# Sizes, intervals and seeds at which forms are compared.
+FORMS = (("0.7M", 32, (1, 2, 3)), ("0.7M", 8, (1, 2)), ("1.3M", 32, (1,)))
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -69,12 +72,11 @@ def branches(seeds: Sequence[int]) -> Iterator[Branch]:
 def forms() -> Iterator[tuple[Branch, Branch]]:
     """Yield branches, of all their seeds, that differ in what is sent or in how it is averaged, each with the one
     that it is compared with."""
-    for size, seeds in {"0.7M": (1, 2, 3), "1.3M": (1,)}.items():
+    for size, interval, seeds in FORMS:
         for seed in seeds:
-            four = Branch(seed, 32, 0.7, 0.5, "INT4", size=size)
+            four = Branch(seed, interval, 0.7, 0.5, "INT4", size=size)
             yield four, four
             yield replace(four, form="top 64", rate=1.0, momentum=0.0), four
-    yield Branch(1, 32, 0.7, 0.5, "top 64"), Branch(1, 32, 0.7, 0.5, "INT4")
     for replicas in (2, 4):
         mean = Branch(1, 32, 0.7, 0.5, replicas=replicas)
         yield mean, mean
@@ -114,14 +116,23 @@ class Replicas:
             for number, one in enumerate(self.each):
                 one.update(one.gradient_of([self.batch(step, number)]), self.rate(step))
             if (step + 1) % branch.interval == 0:
-                moved = anchor - torch.stack([one.master for one in self.each])
-                if branch.form:
-                    send(moved[:, :coded], owed, *SENT[branch.form])
-                anchor.grad = mean_of(moved, branch.apart)
-                rule.step()
-                for one in self.each:
-                    one.master.copy_(anchor)
-                    one.weights.copy_(anchor)
+                self.meet(anchor, rule, branch, owed)
+
+    def meet(
+        self, anchor: torch.Tensor, rule: torch.optim.Optimizer, branch: Branch, owed: torch.Tensor
+    ) -> None:
+        """Step the anchor by the replicas' mean difference to it, and let every replica go on from it.
+
+        owed: [replicas, n], what rounding has lost of the first n elements, which the branch's form takes.
+        """
+        moved = anchor - torch.stack([one.master for one in self.each])
+        if branch.form:
+            send(moved[:, : owed.shape[1]], owed, *SENT[branch.form])
+        anchor.grad = mean_of(moved, branch.apart)
+        rule.step()
+        for one in self.each:
+            one.master.copy_(anchor)
+            one.weights.copy_(anchor)
 
     def batch(self, step: int, number: int) -> Batch:
         """Return a replica's tokens and labels of a step, int64 [samples, sequence]."""
@@ -171,13 +182,15 @@ def forms_table(losses: Mapping[Branch, float]) -> str:
         gaps = effects({str(kind): each for kind, each in kinds.items()}, str(beside))
         for kind, by_seed in kinds.items():
             gap = gaps.get(str(kind))
+            sent = (kind.form or "exact") + ", norms apart" * kind.apart
+            loss = fmean(each for (each,) in by_seed.values())
             rows.append([
-                kind.size, str(kind.replicas), (kind.form or "exact") + ", norms apart" * kind.apart,
-                f"{kind.rate:g}, {kind.momentum:g}", str(len(by_seed)), f"{fmean(x for x, in by_seed.values()):.4f}",
-                *((f"{gap.percent:+.2f}", gap.bounds) if gap else ("-", "-")),
+                kind.size, str(kind.interval), str(kind.replicas), sent, f"{kind.rate:g}, {kind.momentum:g}",
+                str(len(by_seed)), f"{loss:.4f}", *((f"{gap.percent:+.2f}", gap.bounds) if gap else ("-", "-")),
             ])  # fmt: skip
     head = [
-        "parameters",
+        "size",
+        "every",
         "replicas",
         "differences",
         "rate, momentum",

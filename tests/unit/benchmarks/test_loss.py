@@ -14,7 +14,19 @@ import torch
 
 from benchmarks.loss import page, study
 from benchmarks.loss.intervals import effects, estimate, t_quantile
-from benchmarks.loss.outer_rules import INTERVALS, MOMENTA, RATES, Branch, Replicas, branches, table
+from benchmarks.loss.outer_rules import (
+    INTERVALS,
+    MOMENTA,
+    RATES,
+    Branch,
+    Replicas,
+    branches,
+    forms,
+    forms_table,
+    mean_of,
+    send,
+    table,
+)
 from benchmarks.loss.rounding import __main__ as rounding
 from benchmarks.loss.rounding import gradients, keys, model
 from benchmarks.loss.rounding.formats import BLOCK, EXACT, GRADIENTS, Hop
@@ -23,6 +35,7 @@ from benchmarks.loss.rounding.training import Training
 from benchmarks.loss.run import Run, Settings
 from benchmarks.loss.variants import BASELINE, VARIANTS
 from megazero.comm.codec import Blockwise
+from megazero.comm.topk import TopK
 from megazero.families.layer_kinds import layer_kinds
 from megazero.zero.layout import UnitLayout, make_layout
 from tests.messages import refused
@@ -121,7 +134,7 @@ def test_replicas_go_on_from_the_anchor_that_the_rule_has_stepped() -> None:
         SimpleNamespace(master=torch.tensor(own), weights=torch.zeros(2)) for own in ([3.0, 2.0], [1.0, 4.0])
     ]
     replicas.each = each  # type: ignore[assignment]
-    replicas.meet(anchor, rule)
+    replicas.meet(anchor, rule, Branch(1, 2), torch.zeros(2, 0))
     # Differences to the anchor are -1 and -1 on average; the first Nesterov step takes 1.9 of them.
     assert torch.allclose(anchor, torch.tensor([1.95, 2.95]))
     assert all(torch.equal(value, anchor) for one in each for value in (one.master, one.weights))
@@ -134,6 +147,24 @@ def test_the_table_of_rules_has_every_gap() -> None:
     assert "| 0.7 | +0.00 | +3.00 " in table(losses)
     with pytest.raises(KeyError):
         table({Branch(1): 2.0})
+
+
+def test_what_a_form_loses_is_owed_and_norms_are_averaged_apart() -> None:
+    codec, rows = TopK(), torch.zeros(2, 4096)
+    rows[:, :65] = 1.0
+    owed = torch.zeros(2, 4096)
+    send(rows, owed, codec, 0.5)
+    assert rows.sum(1).tolist() == [64.0, 64.0] and owed.nonzero().tolist() == [[0, 64], [1, 64]]
+    send(rows.zero_(), owed, codec, 0.5)
+    assert rows.nonzero().tolist() == [[0, 64], [1, 64]] and rows.sum() == 1.0 and not owed.any()
+    apart = mean_of(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), True)
+    assert torch.allclose(apart, torch.full((2,), 3.5 / math.sqrt(2)))
+
+
+def test_forms_stand_beside_four_bits_of_their_own_kind() -> None:
+    losses = {branch: 2.0 if branch == beside else 2.02 for branch, beside in forms()}
+    assert forms_table(losses).count("| +1.00 |") == len({replace(a, seed=0) for a, b in forms() if a != b})
+    assert forms_table({}).count("\n") == 1
 
 
 # -- the trained model -------------------------------------------------------------------------------------
