@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from benchmarks.planning.goodput import FORMS, Times, elastic, fixed, one_job
+from benchmarks.planning.goodput import FORMS, Times, elastic, fixed, one_job, table
+from benchmarks.results import DOCS
 
 TIMES = Times(down=300.0, round=600.0, save=600.0, lost=0.0)
 
@@ -20,7 +21,7 @@ def test_known_answers() -> None:
     assert one_job(4, mtbf, TIMES, Random(1)) == pytest.approx(expected, rel=0.05)
     assert fixed(1, together, TIMES, Random(1)) == pytest.approx(expected, rel=0.05)
     for form in FORMS.values():
-        assert form(4, math.inf, TIMES, Random(1)) == 1.0
+        assert form(4, 1e30, TIMES, Random(1)) == 1.0
 
 
 def test_who_waits_loses_more_with_every_replica() -> None:
@@ -30,3 +31,7 @@ def test_who_waits_loses_more_with_every_replica() -> None:
     assert elastic(4, 3600.0, TIMES, Random(1)) > elastic(
         4, 3600.0, Times(600.0, 600.0, 600.0, 60.0), Random(1)
     )
+
+
+def test_the_page_has_the_table() -> None:
+    assert table(Times()) in (DOCS / "guide" / "slow-links.md").read_text()
