@@ -288,8 +288,8 @@ def _loss_chunk(config: RunConfig) -> Iterator[str]:
 def _outer_policy(config: RunConfig) -> Iterator[str]:
     if config.planning.loss_policy == "outer":
         yield (
-            "--loss-policy outer is for megazero plan, which proposes --outer-interval and --outer-replicas; give "
-            "these to a run; nearest: --loss-policy exact"
+            "--loss-policy outer is for megazero plan, which proposes outer steps: give a run the flags of its "
+            "answer; nearest: --loss-policy exact"
         )
 
 
@@ -348,7 +348,7 @@ RULES: tuple[Rule, ...] = (
     _loss_chunk,
     _outer_policy,
     _callbacks,
-    outer_rules.late,
+    outer_rules.meets,
     lambda c: wire_rules.legal_block(c.zero),
     wire_rules.links_have_bits,
     wire_rules.delta_refresh,

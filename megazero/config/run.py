@@ -34,7 +34,7 @@ from megazero.config.options.sections import (
     ZeroConfig,
 )
 from megazero.config.options.skipping import SkippingConfig
-from megazero.mesh.grid import data_ranks, replica_size
+from megazero.mesh.grid import data_ranks
 from megazero.mesh.levels import make_levels
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
@@ -90,6 +90,7 @@ REMOVED = {
     },
     "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
     "outer_fragment_pattern": Removed(_NO_FRAGMENTS, off="strided"),
+    "outer_replicas": Removed("each replica is a launch of its own: --outer-meet HOST:PORT, or local:R"),
     "outer_mixing": Removed(
         "replicas go on from the new common weights: leave it out; a longer --outer-interval drops less",
         off="1.0",
@@ -230,27 +231,13 @@ class RunConfig:
         return ranks
 
     def data_parallel_size(self, world: World) -> int:
-        """Return the number of shares of a global batch, as Megatron counts: the data-parallel ranks of all outer
-        replicas, of which context-parallel ranks have one share together."""
+        """Return the number of shares of a global batch, as Megatron counts: the data-parallel ranks, of which
+        context-parallel ranks have one share together."""
         return world.world_size // (self.parallel.model_ranks * self.parallel.context_parallel_size)
-
-    def outer_replicas(self, world: World) -> int:
-        """Return the number of outer replicas; without outer steps there is one."""
-        if not self.outer.outer_interval:
-            return 1
-        return self.outer.outer_replicas or max(1, world.world_size // self.ranks_per_node(world))
-
-    def replica_world(self, world: World) -> World:
-        """Return the ranks of one outer replica. Raises ValueError if nodes do not divide into the replicas."""
-        replicas = self.outer_replicas(world)
-        if replicas == 1:
-            return world
-        node = self.ranks_per_node(world)
-        return World(replica_size(world.world_size, node, replicas), node)
 
     def shard_ranks(self, world: World) -> int:
         """Return d, the number of ranks in one data-parallel group, over which states are sharded."""
-        return self.replica_world(world).world_size // self.parallel.model_ranks
+        return world.world_size // self.parallel.model_ranks
 
     def data_ranks_per_node(self, world: World) -> int:
         """Return h, the number of ranks of one data-parallel group that share a node (``data_ranks``)."""
@@ -262,10 +249,7 @@ class RunConfig:
         Raises ValueError if groups straddle nodes, or higher levels, unevenly.
         """
         node, parallel = self.ranks_per_node(world), self.parallel
-        make_levels(
-            world.world_size, node, parallel.level_sizes
-        )  # refuses sizes that only a replica's ranks divide by
-        levels = make_levels(self.replica_world(world).world_size, node, parallel.level_sizes)
+        levels = make_levels(world.world_size, node, parallel.level_sizes)
         return data_ranks(
             levels,
             parallel.tensor_model_parallel_size,

@@ -18,7 +18,6 @@ from megazero.config.nearest import multiples_around
 from megazero.config.options.data_inputs import PARTS
 from megazero.config.options.fields import Unjudged, fault, guarded
 from megazero.config.options.needs import without_effect
-from megazero.config.options.sections import OuterConfig
 from megazero.config.rules import RULES, fp8_share, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.schedule.batch_sizes import BatchSizes
@@ -162,22 +161,17 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
 
 
 def _with_nodes(config: RunConfig, world: World) -> tuple[RunConfig, World]:
-    """Return a configuration and a world with nodes: where they are not known, one node without outer replicas."""
-    if config.knows_nodes(world):
-        return config, world
-    return replace(config, outer=OuterConfig()), World(world.world_size, world.world_size)
+    """Return a configuration and a world with nodes: where they are not known, one node."""
+    return config, world if config.knows_nodes(world) else World(world.world_size, world.world_size)
 
 
 def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     """Return the error line of ranks that do not divide by the parallel sizes, or whose groups straddle nodes."""
     config, world = _with_nodes(config, world)
-    where = ""
     try:
-        if config.replica_world(world) != world:
-            where = "in each outer replica, "
         d, near = config.shard_ranks(world), config.data_ranks(world)
     except ValueError as error:
-        return [f"{where}{error}"]
+        return [f"{error}"]
     problem = context_problem(config.parallel.context_parallel_size, d, near)
     return [problem] if problem else []
 
@@ -228,9 +222,9 @@ def _messages(config: RunConfig, world: World) -> Iterator[str]:
     if not config.knows_nodes(world):
         return
     try:
-        if config.wire(world).delta and config.outer_replicas(world) > 1:
+        if config.wire(world).delta and config.outer.outer_meet:
             yield (
-                "--outer-interval does not take changes of weights between a replica's nodes: evaluations would see "
+                "--outer-meet does not take changes of weights between a replica's nodes: evaluations would see "
                 "the anchor through their rounding; nearest: --no-zero-quantized-weights-delta"
             )
     except ValueError as error:

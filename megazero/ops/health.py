@@ -115,7 +115,7 @@ def check_run(config: RunConfig, launch: Launch, world: World, device: torch.dev
     saves, dtype = config.checkpoint, config.precision.params_dtype
     storage: Storage | None = None
     if saves.save is not None:
-        outer = OuterFormat.of(config.outer, config.outer_replicas(world), max(WIDTHS[dtype], 4))
+        outer = OuterFormat.of(config.outer, max(WIDTHS[dtype], 4))
         size = checkpoint_bytes(config.model, dtype, config.optimizer, config.wire(world), outer)
         storage = Storage(Path(saves.save), size, saves.save_keep_last)
     return check_health(launch.host, device, storage)

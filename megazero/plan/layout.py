@@ -111,7 +111,7 @@ def states_of(
     """Return the model state of a rank. width, sums: as ``Formats``. Raises ValueError for illegal shards."""
     shards = config.shards(world)
     grid, formats = grid_of(config, world, shards.factors), Formats.of(wire, width, sums)
-    outer = OuterFormat.of(config.outer, grid.outer, formats.sums)
+    outer = OuterFormat.of(config.outer, formats.sums)
     return States(grid, shards, formats, config.zero.zero_prefetch_bytes, on_host, outer)
 
 
@@ -119,10 +119,9 @@ def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> tuple[
     """Return what a configuration's shards and formats are. Raises ValueError if they are not legal on the world."""
     wire = config.wire(base.world)
     states = states_of(config, base.world, wire, base.compute.width, sums, base.cluster.on_host)
-    os, outer = states.shards.os, states.grid.outer
-    cut = "units", wire, os, outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
-    # Outer steps cut slices once more.
-    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d * outer, os))
+    os = states.shards.os
+    cut = "units", wire, os, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
+    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d, os))
 
 
 class Layout:
@@ -244,20 +243,18 @@ class Layout:
         )
 
     def meeting_chain(self, unit: UnitShape) -> Chain:
-        """Return what an outer step does with a unit: nothing if there is one replica."""
+        """Return what an outer step does with a unit inside its replica."""
         outer = self.states.outer
         if outer is None:
             return ()
         compute, own = self.base.compute, unit.elements / self.states.plan(unit).shards[2] * outer.sums
-        there, *back = self.states.meeting(unit)
-        share = unit.elements * unit.apart / self.grid.dp
+        share = outer.replicas * unit.elements * unit.apart / self.grid.dp
         # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
         begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)
         return (
             *_local(begin),
-            self._timed_hop(there),
             *_local(compute.summed(share, self.formats.sums)),
-            *map(self._timed_hop, back),
+            *map(self._timed_hop, self.states.plan(unit).sharing),
             *_local(end),
         )
 
@@ -318,17 +315,14 @@ class Layout:
 
     @property
     def bytes_of_meetings(self) -> tuple[float, float]:
-        """Return the bytes that a rank of the stage with the most sends to other outer replicas in a step: the mean
-        and the maximum.
-
-        With a delay it may take all steps until what is sent arrives: the maximum is a bound.
-        """
+        """Return the bytes that other replicas take from a rank of the stage with the most: the mean of a step, and
+        in a meeting."""
         outer = self.states.outer
         if outer is None:
             return 0.0, 0.0
-        every = [self.units(rank).shapes for rank in range(self.base.pp)]
-        most = max(
-            sum(hop.sent for unit in units for hop in self.states.meeting(unit)[:2]) for units in every
+        every = (self.units(rank).shapes for rank in range(self.base.pp))
+        most = (outer.replicas - 1) * max(
+            sum(outer.message(self.states.plan(unit)) for unit in units) for units in every
         )
         return most / outer.config.outer_interval, most
 

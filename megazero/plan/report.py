@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import RunConfig
+from megazero.config.layout.outer import planned_replicas
 from megazero.config.model.spec import parameter_count, training_flops
 from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
@@ -30,7 +31,7 @@ FORMATS = (
     "zero_gradient_transform",
 )
 MOST_NODES = 64  # times as many as there are: the largest cluster that is tried if no layout fits
-OUTER_STEPS = ("outer_interval", "outer_replicas", "outer_bits", "outer_delay")
+OUTER_STEPS = ("outer_meet", "outer_interval", "outer_bits", "outer_delay")
 CHOSEN = (
     *PARALLEL,
     LEVELS,
@@ -71,7 +72,9 @@ def model_flops_utilisation(layout: Layout, seconds: float) -> float:
 
 def tokens_per_second(layout: Layout, seconds: float) -> float:
     config = layout.config
-    return config.batch.samples_per_step(layout.base.batch_ranks) * config.model.seq_length / seconds
+    replicas = layout.states.outer.replicas if layout.states.outer else 1
+    samples = replicas * config.batch.samples_per_step(layout.base.batch_ranks)
+    return samples * config.model.seq_length / seconds
 
 
 def _levels(base: BaseLayout) -> str:
@@ -97,14 +100,14 @@ def describe(layout: Layout) -> str:
     words += [f"recompute {recompute}"] * (recompute != "none")
     words += [f"loss of {layout.loss_chunk} tokens at once"] * (layout.loss_chunk is not None)
     if layout.states.outer is not None:
-        words.append(outer_words(layout.config, layout.states.outer.replicas))
+        words.append(outer_words(layout.config))
     return ", ".join(words)
 
 
-def outer_words(config: RunConfig, replicas: int) -> str:
+def outer_words(config: RunConfig) -> str:
     """Return outer steps in a few words."""
     outer = config.outer
-    words = f"{replicas} replicas, {outer.outer_bits} bits every {outer.outer_interval} steps"
+    words = f"each of {planned_replicas(outer)} replicas, {outer.outer_bits} bits every {outer.outer_interval} steps"
     return words + (f", {outer.outer_delay} on their way" if outer.outer_delay else "")
 
 

@@ -171,7 +171,6 @@ def make_mesh(
         pp=parallel.pipeline_model_parallel_size,
         shards=config.shards(world).factors,
         dp_outermost=parallel.use_tp_pp_dp_mapping,
-        outer=config.outer_replicas(world),
         cp=parallel.context_parallel_size,
         cp_keys=config.context_levels(world)[1],
         ep=parallel.expert_model_parallel_size,

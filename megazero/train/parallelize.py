@@ -28,7 +28,7 @@ from megazero.comm.hops import Traffic
 from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
-from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, outer_coding
+from megazero.config.layout.outer import BF16_BITS, averages, feedback, outer_coding
 from megazero.config.layout.wire import dispatch_coding
 from megazero.config.model.spec import ParameterSpec
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -126,21 +126,17 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
         codecs=wire,
         seed=config.training.seed,
-        outer=make_outer(config.outer) if config.outer_replicas(world) > 1 else None,
+        outer=make_outer(config.outer) if config.outer.outer_meet else None,
     )
 
 
 def make_outer(outer: OuterConfig) -> zero.Outer:
-    """Return how the configuration's outer replicas meet."""
-    average, coding = averages(outer), outer_coding(outer)
+    """Return how the configuration's outer steps are taken."""
     return zero.Outer(
-        interval=outer.outer_interval,
-        lr=1.0 if average else outer.outer_lr,
-        momentum=0.0 if average else outer.outer_momentum,
+        momentum=0.0 if averages(outer) else outer.outer_momentum,
         nesterov=outer.outer_optimizer == "nesterov",
-        codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else coding,
-        feedback=feeds_back(outer),
-        delay=outer.outer_delay,
+        codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else outer_coding(outer),
+        feedback=feedback(outer),
     )
 
 
@@ -247,7 +243,9 @@ def shard_decoder(
     )
     if config.model.num_experts is not None:
         rate, each = config.training.moe_router_bias_update_rate, config.logging.moe_per_layer_logging
-        engine.join(ExpertBalance(decoder, engine, rate, each))
+        engine.join(balance := ExpertBalance(decoder, engine, rate, each))
+        if engine.outer is not None:
+            engine.outer.follow(balance.biases)
     return engine
 
 

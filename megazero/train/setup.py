@@ -47,7 +47,6 @@ from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
     make_datasets,
     tokenizer_info,
-    unlike_replicas,
     with_vocabulary,
 )
 from megazero.train.distributed import find_world, make_mesh, start_rank
@@ -56,6 +55,7 @@ from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
+from megazero.train.replicas import Replicas, Standings
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import RunLength, run_length
@@ -215,7 +215,6 @@ class Begun(NamedTuple):
     data: Mapping[str, SampleSource]
     progress: Progress
     users: Mapping[str, Callback]
-    notes: Sequence[str]
 
 
 class Built(NamedTuple):
@@ -267,9 +266,7 @@ def _begin(joined: Joined) -> Begun:
     origin = find_origin(config, mesh)
     length = run_length(config, mesh.batch_ranks, origin.progress)
     data, progress = make_datasets(config, joined.tokenizer, length, origin.progress)
-    turn = mesh.replica_batch_ranks * config.batch.micro_batch_size
-    notes = (*unlike_replicas(data["train"], progress.consumed_samples, mesh.grid.outer, turn),)
-    return Begun(origin, length, data, progress, users, notes)
+    return Begun(origin, length, data, progress, users)
 
 
 def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
@@ -296,7 +293,7 @@ def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
         checkpointing.try_saving()
     checkpointing.load(origin)
     left = leave_behind(config, origin, mesh, begun.length.last_iteration)
-    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *begun.notes)
+    notes = (*left, *_not_named(origin, begun.users), *joined.notes)
     return Built(decoder, engine, pipeline, checkpointing, bill, forecast, notes)
 
 
@@ -369,6 +366,10 @@ def prepare(
     if signals is not None:
         signals.hold()
     own = (outputs, exits, *_own_callbacks(config, launch, built))
+    replicas = None
+    if config.outer.outer_meet:
+        stand = Standings.of(progress)
+        replicas = Replicas(config, built.engine, launch, stand, length.batch_sizes.batch_size)
     return Trainer(
         decoder=built.decoder,
         engine=built.engine,
@@ -382,4 +383,5 @@ def prepare(
         exits=exits,
         bill=built.bill,
         callbacks=Callbacks(own, begun.users),
+        replicas=replicas,
     )

@@ -51,7 +51,7 @@ class Shrunk:
 def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     """Choose sizes for a run on at most ``most`` ranks. Raises ValueError as sub_layout does.
 
-    The run has ``steps`` steps, with outer replicas as many more as take two meetings.
+    The run has ``steps`` steps, of one replica.
     """
     layout = sub_layout(config, world, most)
     values = {
@@ -59,14 +59,12 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **_parallel(config, layout),
         **_model(config, layout, config.context_levels(world)),
         **_batch(config, world, layout),
-        **_outer(layout.replicas),
+        **{opt.name: opt.default for opt in all_options().values() if opt.section == "outer"},
         **_optimizer(config),
         **_on_processors(config),
         **({"fp8_min_size": FP8_SIDE} if config.precision.fp8_format else {}),
     }
     values |= _zero(config, world, layout, values)
-    if layout.replicas > 1:
-        steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
     run = make_config(values, layout.world)
     carried = [
@@ -110,13 +108,6 @@ def _on_processors(config: RunConfig) -> dict[str, Any]:
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:
         values["loss_scale"] = LOSS_SCALE
     return values
-
-
-def _outer(replicas: int) -> dict[str, Any]:
-    """Return the number of replicas. One replica is a run without outer steps."""
-    if replicas > 1:
-        return {"outer_replicas": replicas}
-    return {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
 
 
 def multiple(name: str, of: int) -> int:
@@ -300,7 +291,7 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
     if zero.num_distributed_optimizer_instances > 1:
-        ranks = layout.world.world_size // (layout.tp * layout.pp * layout.replicas)
+        ranks = layout.world.world_size // (layout.tp * layout.pp)
         out["num_distributed_optimizer_instances"] = ranks // layout.shards[2]
     matrices = max(kind.matrices for kind in model_spec(config.model).layers)
     if matrices // config.parallel.tensor_model_parallel_size > zero.zero_chunk_numel:
@@ -318,6 +309,10 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         "data are made-up tokens, and a fifth of them do not count in the loss; the learning rate is constant; "
         f"initial weights have a standard deviation of {all_options()['init_method_std'].small}"
     ]
+    if config.outer.outer_meet:
+        notes.append(
+            "one replica is run, and meets no others: tests/dist/outer compares their meetings with DiLoCo"
+        )
     if config.model.qk_norm != "none":
         notes.append(
             f"norms have an epsilon of {QK_NORM_EPSILON:g}, with which small sizes are well-conditioned"

@@ -93,9 +93,7 @@ class Engine:
         self.agreement = Agreement(self.mesh, self.issued)
         self.outer: OuterSteps | None = None
         if self.policy.outer is not None:
-            self.outer = OuterSteps(
-                self.units, self.policy.outer, self.mesh, context, self.reductions, runs, self.timed
-            )
+            self.outer = OuterSteps(self.units, self.policy.outer, self.mesh, context, self.reductions, runs)
         self.parts: list[StepPart] = []
         self.scalars = StepScalars(self.mesh, self.waits, self.parts)
         self.gathers.overdue = self.reductions.overdue = self.agreement.check
@@ -176,9 +174,6 @@ class Engine:
         Every rank joins the same parts in the same order, between steps: their columns are those of every rank's row.
         """
         self.parts.insert(0, part)
-        for lane in part.lanes:
-            lane.overdue = self.agreement.check
-            self.hooks.lanes.append(lane)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the whole gradient of every trained parameter, between the last backward and step().
@@ -212,7 +207,7 @@ class Engine:
         Every rank runs the same modules as often: who has fewer texts to generate goes on with an input of no
         consequence. Raises RuntimeError, which names the unit, where ranks differ.
 
-        anchor: with outer replicas the parameters are the anchors, else each replica's own.
+        anchor: with outer steps the parameters are the anchor, else this replica's own.
         """
         self._between_steps("evaluation()")
         program = self.gatherer.program
@@ -241,13 +236,13 @@ class Engine:
         ``.data`` is not seen, and is lost on some layouts. Clone values that must outlive the block: a numpy
         view of a parameter would pin its storage, which is then freed. Raises RuntimeError when the block ends, for a
         write without ``write`` (``begin_step`` is then refused until a block with it has ended), for ranks that wrote
-        different values, and for a parameter that got other data. With outer replicas nothing can be written: the
-        next outer step would pull it back.
+        different values, and for a parameter that got other data. With outer steps nothing can be written: the next one
+        would pull it back.
         """
         self._between_steps("gathered()")
         if write and self.policy.outer is not None:
             raise RuntimeError(
-                "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
+                "gathered(write=True) with outer steps: the next one would pull the weights back to the "
                 "anchor; write before zero.shard, or load a checkpoint"
             )
         wanted = {id(p) for p in (module or self.module).parameters()}
@@ -292,23 +287,12 @@ class Engine:
                 self.gatherer.ensure(unit)
                 self.gatherer.drop_all()  # one unit's full parameters at a time
 
-    def settle(self) -> None:
-        """Wait for what is on its way between outer replicas, which arrives in its step all the same.
-
-        Call this before the process group ends, if ``Outer.delay`` is above 0. It is collective, between steps.
-        """
-        for lane in (lane for part in self.parts for lane in part.lanes):
-            lane.drain()
-
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint's state, in JSON types: counters."""
         return {name: value for part in self.parts for name, value in part.state().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` after the weights were loaded.
-
-        The outer steps' counters are restored before (``OuterSteps.resume``).
-        """
+        """Restore ``state`` after the weights were loaded."""
         for part in self.parts:
             part.load_state(state)
 
@@ -401,7 +385,7 @@ class Engine:
             if not unit.weights.writers:  # else a block around this one may write
                 unit.weights.check_unwritten("inside gathered()", WRITING)
         for alike in by_axes(units) if write else ():
-            if alike[0].axes.inside:
+            if alike[0].axes.axes:
                 self._check_written_alike(alike)
 
     def _check_written_alike(self, units: Sequence[Unit]) -> None:

@@ -205,7 +205,7 @@ def _outer(values: Values, known: Known) -> Completed:
     """At a resume, take the outer momentum from the checkpoint where the options give none: what it has summed up is
     by that rule, and the default was 0.9 before 0.3.0."""
     before, now = (section_of(OuterConfig, each) for each in (known.saved, values))
-    if "outer_momentum" in values or not (before.outer_interval and now.outer_interval):
+    if "outer_momentum" in values or not now.outer_meet:
         return Completed()
     momentum = before.outer_momentum
     if momentum == now.outer_momentum or averages(before) or averages(now):

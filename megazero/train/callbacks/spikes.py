@@ -35,9 +35,9 @@ class SpikeWatch(Callback):
 
     def after_step(self, step: TrainedStep) -> None:
         """Raise LossSpike on every rank if this iteration makes a spike."""
-        norm = step.info.updated_norm
-        if norm is None:
+        if step.info.skipped:
             return
+        norm = step.info.grad_norm
         found = "; ".join(self._faults(step.loss, norm))
         if not found:
             self.beyond.clear()

@@ -1,0 +1,504 @@
+"""One launch's side of the rooms. Rank 0, the leader, talks with the meeting point; every rank shows its own wires' bytes and
+fetches those of the same wires. Methods marked "Collective" are called on all ranks of the launch alike.
+
+A wire is a slice of the model that every launch cuts alike (with equal layouts: a rank's), by a number. A message of a wire
+has the same number of bytes in every launch and meeting.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+
+from megazero.bounded import load_json
+from megazero.comm.rooms.channel import Address, Buffer, Channel, Listener, Refused, own_host, reach
+from megazero.comm.rooms.point import State
+from megazero.comm.rooms.shelf import Piece, Shelf, fetch, words
+
+POST_S, LOOK_S = (
+    0.05,
+    0.5,
+)  # between two posts in a meeting; the longest that ranks wait for the leader's word
+HEADER = 4096  # bytes
+STREAMS = 16  # fetches at a time
+
+T = TypeVar("T")
+Ready = Callable[[Mapping[str, Any]], Any]
+
+
+class RoomLost(RuntimeError):
+    """No meeting came about within ``give_up_s``; the message says who was missing."""
+
+
+@dataclass(frozen=True)
+class RoomSettings:
+    """Where and with whom a launch meets.
+
+    point: host and port of ``megazero meet``. name: this launch's; seats are in order of names. secret: of the run; empty
+    only for a point on this host. same: what has to be equal in all launches, by the words in which a refusal names it.
+    least: fewer do not meet; 0: more than half of those of the last meeting, or just half with the lowest name of them.
+    Seconds: call_s: that a launch sits in a room before the others are called to it; patience_s: before it meets
+    without them; silence_s: without a byte, after which a launch counts as dead; give_up_s: that anything is waited for.
+    journal: meetings whose messages are kept for launches that are behind.
+    """
+
+    point: Address
+    name: str
+    secret: bytes
+    same: Mapping[str, str]
+    least: int = 0
+    call_s: float = 10.0
+    patience_s: float = 60.0
+    silence_s: float = 10.0
+    give_up_s: float = 1800.0
+    journal: int = 4
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a launch stands; a checkpoint holds it.
+
+    run: "": of none yet. number: of its next meeting. line: of the meeting that made its anchor. last: who met there.
+    """
+
+    run: str = ""
+    number: int = 0
+    line: str = ""
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What this rank shows of its anchor. digests: by wire, a hash of the slice. about: the launch's words on the anchor,
+    the same on all its ranks. pieces: by wire, its bytes, which rest until ``changing``.
+    """
+
+    digests: Mapping[int, str]
+    about: bytes = b""
+    pieces: Mapping[int, Piece] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one launch brought. messages: uint8 [bytes] on the host, of this rank's wires."""
+
+    name: str
+    header: bytes
+    messages: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Met:
+    """A meeting that took place, with its seats in order of names. own: the index of this launch's, or None."""
+
+    number: int
+    line: str
+    seats: tuple[Seat, ...]
+    own: int | None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Another launch's anchor, after meeting number - 1; its bytes are in the memory that was given for them."""
+
+    number: int
+    line: str
+    last: tuple[str, ...]
+    about: bytes
+
+
+class Pulse(threading.Thread):
+    """Posts the leader's state, again and again, and keeps the view that it got last. A lost point is looked for."""
+
+    def __init__(self, settings: RoomSettings, state: State) -> None:
+        super().__init__(daemon=True, name="pulse")
+        self._settings, self._state, self._serial = settings, state, 0
+        self._view: dict[str, Any] = {"missing": f"no answer yet of the meeting point {settings.point}"}
+        self._answered, self._closed, self._changed = -1, False, threading.Condition()
+        self.start()
+
+    def post(self, **changes: Any) -> None:
+        with self._changed:
+            self._state, self._serial = replace(self._state, **changes), self._serial + 1
+            self._changed.notify_all()
+
+    def look(self, ready: Ready, seconds: float) -> dict[str, Any] | None:
+        """Return the answer to what was posted last once it is ready, or None after so many seconds."""
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: self._answered == self._serial and ready(self._view), seconds
+            )
+            return self._view if there else None
+
+    @property
+    def missing(self) -> str:
+        return str(self._view.get("missing", self._view.get("refused")))
+
+    @property
+    def called(self) -> bool:
+        return self._answered == self._serial and bool(self._view.get("called"))
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        settings = self._settings
+        channel: Channel | None = None
+        patience = min(settings.silence_s / 2, 5.0)  # for an answer: a link that was cut is tried anew
+        seldom = min(settings.silence_s / 5, settings.call_s / 4, 1.0)
+        while not self._closed:
+            with self._changed:
+                state, serial = self._state, self._serial
+            try:
+                channel = channel or reach(settings.point, settings.secret, patience)
+                view, pause = channel.ask(asdict(state)), POST_S if state.header is not None else seldom
+            except (OSError, ValueError) as error:
+                refused = {"refused": f"{error}"} if isinstance(error, Refused) else {}
+                view = {"missing": f"no answer of the meeting point {settings.point}: {error}", **refused}
+                serial, pause = serial if refused else -1, POST_S
+                if channel:
+                    channel.close()
+                channel = None
+            with self._changed:
+                self._view, self._answered = view, serial
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or self._serial != serial >= 0, pause)  # noqa: B023
+        if channel:
+            channel.close()
+
+
+def alone(value: Any) -> list[Any]:
+    """Return the values of all ranks of a launch that has one."""
+    return [value]
+
+
+class Member:
+    """A launch, as its rank sees it. A context: it closes at the end, which to the others looks like a crash."""
+
+    def __init__(
+        self,
+        settings: RoomSettings,
+        wires: Mapping[int, int],
+        *,
+        gather: Callable[[Any], list[Any]] = alone,
+        leader: bool = True,
+        port: int = 0,
+        on_wait: Callable[[str], None] = lambda missing: None,
+    ) -> None:
+        """Collective. wires: this rank's, with the bytes of a message. gather: of plain values, by rank; rank 0 leads.
+
+        port: at which this rank shows its bytes; 0: a free one. on_wait: called every LOOK_S in every wait, on every
+        rank, with what is missing, or "" while bytes are on their way.
+        """
+        self.settings, self.wires, self.standing = settings, wires, Standing()
+        self._gather, self._on_wait, self._leader = gather, on_wait, leader
+        self._shelf = Shelf()
+        self._listener = Listener(port, settings.secret, self._shelf.answer)
+        self.id: str = gather(secrets.token_hex(8))[0]
+        own = [(wire, own_host(settings.point), self._listener.port) for wire in wires]
+        self._addresses = {f"{wire}": (host, port) for rank in gather(own) for wire, host, port in rank}
+        self._pulse: Pulse | None = None
+        self._messages: dict[tuple[str, int], torch.Tensor] = {}  # of the meeting, by name and wire
+        self._meetings, self._journal = 0, 0
+
+    # -- what the others see ---------------------------------------------------------------------------
+
+    def join(self, standing: Standing, offer: Offer) -> None:
+        """Come to the run. Collective. Raises Refused with the reason if this launch may not."""
+        self.standing, self._journal = standing, standing.number
+        settings, digest = self.settings, self._show(offer)
+        if self._leader:
+            ways = dict(call=settings.call_s, patience=settings.patience_s, silence=settings.silence_s)
+            known = dict(same=dict(settings.same), wires=self._addresses, least=settings.least, **ways)
+            own = State(
+                name=settings.name,
+                id=self.id,
+                digest=digest,
+                journal=self._journal,
+                **asdict(standing),
+                **known,
+            )
+            self._pulse = Pulse(settings, own)
+        self.standing = replace(standing, run=self._follow(lambda view: True)["run"])
+        self._post(run=self.standing.run)
+
+    def commit(self, step: Met | Anchor, offer: Offer) -> None:
+        """Stand where a step leads, which has been written to the anchor. Collective.
+
+        The launches' digests are compared: the next call of a method raises Refused if they differ.
+        """
+        met = isinstance(step, Met)
+        number = step.number + met
+        last = tuple(seat.name for seat in step.seats) if isinstance(step, Met) else step.last
+        self.standing = Standing(self.standing.run, number, step.line, last)
+        self._journal = max(self._journal, number - self.settings.journal) if met else number
+        self._messages.clear()
+        self._shelf.drop(self._journal)
+        where = asdict(self.standing)
+        self._post(
+            **where, digest=self._show(offer), journal=self._journal, header=None, have="", lost=("", ())
+        )
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Return a context for every write of the anchor. Launches that are fetching it go on with a copy."""
+        return self._shelf.changing()
+
+    def leave(self) -> None:
+        """End in good order: once those of the last meeting have its bytes, nobody waits for this launch. Collective."""
+        began = time.monotonic()
+        with suppress(RoomLost, Refused):
+            self._post()
+            self._follow(lambda view: not view["lag"] or time.monotonic() - began > self.settings.patience_s)
+            self._post(left=True)
+            self._follow(lambda view: True)
+        self.close()
+
+    def close(self) -> None:
+        if self._pulse:
+            self._pulse.close()
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- meetings --------------------------------------------------------------------------------------
+
+    def called(self) -> bool:
+        """Return whether others sit in the room and wait for this launch. At once; False on all ranks but the leader."""
+        return self._pulse is not None and self._pulse.called
+
+    def meet(self, header: bytes, messages: Mapping[int, torch.Tensor]) -> Met | None:
+        """Meet the others. Collective. It is done when this returns: commit it.
+
+        header: at most HEADER bytes that every launch gets. messages: uint8, of this rank's wires; they stay in the
+        journal, so nobody may write to them. None: the others have met without this launch, and it has ``missed`` them.
+        Raises RoomLost after ``give_up_s``, Refused if the anchors differ.
+        """
+        assert len(header) <= HEADER and {wire: each.numel() for wire, each in messages.items()} == dict(
+            self.wires
+        )
+        number, began, self._meetings = self.standing.number, time.monotonic(), self._meetings + 1
+        name = f"{number}/{self.id}/{self._meetings}"
+        for wire, message in messages.items():
+            self._keep(number, name, wire, message)
+        self._post(header=base64.b64encode(header).decode(), message=name)
+        while "room" in (view := self._follow(lambda view: view["behind"] or "room" in view, began)):
+            room = view["room"]
+            line = room["line"]
+            lost = self._pull(number, room["seats"], [seat["wires"] for seat in room["seats"]])
+            self._post(lost=(line, lost)) if lost else self._post(have=line)
+            if lost and view["behind"]:
+                break
+            if not lost and self._follow(partial(_decided, line), began).get("room", {}).get("line") == line:
+                self._post(header=None)
+                return self._met(number, line, room["seats"])
+            if self._gather(time.monotonic() - began > self.settings.give_up_s)[0]:
+                raise RoomLost(
+                    f"meeting {number} came to no end: the messages of {', '.join(lost)} cannot be had"
+                )
+        self._post(header=None)
+        return None
+
+    def missed(self, memory: Callable[[], Mapping[int, torch.Tensor]]) -> Met | Anchor | None:
+        """Return a step towards the others, to be committed: the meeting that was missed, else their anchor. Collective.
+
+        None: this launch is up with them. memory: returns where an anchor goes: by wire, uint8 on the host. ``own`` of a
+        meeting says whether the message of this launch counts in it.
+        """
+        began = time.monotonic()
+        while True:
+            self._post()
+            view = self._follow(lambda view: not view["behind"] or view["sources"], began)
+            if not view["behind"]:
+                return None
+            step = None if view["stray"] else self._missed_meeting(view["sources"])
+            if step := step or self._others_anchor(view["latest"], view["sources"], memory):
+                return step
+
+    def _missed_meeting(self, sources: Sequence[Mapping[str, Any]]) -> Met | None:
+        number = self.standing.number
+        wires = [source["wires"] for source in sources if source["journal"] <= number]
+        text = self._words(f"met/{number}", wires) if wires else None
+        found = load_json(text) if text else {"after": None}
+        if found["after"] != self.standing.line or self._pull(number, found["seats"], wires):
+            return None
+        return self._met(number, found["line"], found["seats"])
+
+    def _others_anchor(
+        self,
+        number: int,
+        sources: Sequence[Mapping[str, Any]],
+        memory: Callable[[], Mapping[int, torch.Tensor]],
+    ) -> Anchor | None:
+        line, wires = sources[0]["line"], [source["wires"] for source in sources]
+        if (about := self._words(f"about/{number}/{line}", wires)) is None:
+            return None
+        out = memory()
+        take = partial(self._take, sources=wires)
+        lost = self._each(lambda wire: take(f"anchor/{number}/{line}/{wire}", wire, out[wire]), [*self.wires])
+        if any(self._gather(len(lost))):
+            return None
+        return Anchor(number, line, tuple(sources[0]["last"]), base64.b64decode(about))
+
+    def _met(self, number: int, line: str, seats: Sequence[Mapping[str, Any]]) -> Met:
+        """Return a meeting whose messages are here, and keep it in the journal."""
+        shown = [{key: seat[key] for key in ("name", "header", "message")} for seat in seats]
+        words = {"line": line, "after": self.standing.line, "seats": shown}
+        self._shelf.put(f"met/{number}", number, Piece.of(json.dumps(words).encode()))
+        own = [index for index, seat in enumerate(seats) if seat["message"].split("/")[1] == self.id]
+        brought = [
+            Seat(
+                seat["name"],
+                base64.b64decode(seat["header"]),
+                {wire: self._messages[seat["message"], wire] for wire in self.wires},
+            )
+            for seat in seats
+        ]
+        return Met(number, line, tuple(brought), own[0] if own else None)
+
+    # -- bytes -----------------------------------------------------------------------------------------
+
+    def _show(self, offer: Offer) -> str:
+        """Show this rank's part of the anchor. Returns the digest of all parts."""
+        number, line = self.standing.number, self.standing.line
+        about = Piece.of(base64.b64encode(offer.about))
+        self._shelf.put(f"about/{number}/{line}", number, about, passing=True)
+        for wire, piece in offer.pieces.items():
+            self._shelf.put(f"anchor/{number}/{line}/{wire}", number, piece, passing=True)
+        parts = sorted(part for rank in self._gather([*offer.digests.items()]) for part in rank)
+        return hashlib.sha256(f"{parts}".encode()).hexdigest()[:16]
+
+    def _keep(self, number: int, name: str, wire: int, message: torch.Tensor) -> None:
+        self._messages[name, wire] = message
+        self._shelf.put(f"message/{name}/{wire}", number, Piece.of(message.numpy()))
+
+    def _pull(
+        self, number: int, seats: Sequence[Mapping[str, Any]], sources: Sequence[Mapping[str, Any]]
+    ) -> list[str]:
+        """Fetch these seats' messages that are not here, each from its owner first. Returns whose cannot be had.
+
+        sources: by launch, the addresses of its wires. Collective.
+        """
+
+        def take(lacking: tuple[Mapping[str, Any], int]) -> None:
+            seat, wire = lacking
+            out = torch.empty(self.wires[wire], dtype=torch.uint8)
+            first = [seat["wires"]] if "wires" in seat else []
+            self._take(f"message/{seat['message']}/{wire}", wire, out, [*first, *sources])
+            self._keep(number, seat["message"], wire, out)
+
+        places = [(seat, wire) for seat in seats for wire in self.wires]
+        lost = self._each(
+            take, [(seat, wire) for seat, wire in places if (seat["message"], wire) not in self._messages]
+        )
+        return sorted({name for rank in self._gather([seat["name"] for seat, _ in lost]) for name in rank})
+
+    def _each(self, take: Callable[[T], None], wanted: Sequence[T]) -> list[T]:
+        """Call ``take`` for each, some at a time. Returns for which it found no source."""
+        if not wanted:
+            return []
+        with ThreadPoolExecutor(min(len(wanted), STREAMS), "rooms") as pool:
+            taken = [pool.submit(take, each) for each in wanted]
+            while wait(taken, LOOK_S).not_done:
+                self._on_wait("")
+        lost = []
+        for each, future in zip(wanted, taken, strict=True):
+            try:
+                future.result()
+            except LookupError:
+                lost.append(each)
+        return lost
+
+    def _take(self, name: str, wire: int, out: torch.Tensor, sources: Sequence[Mapping[str, Any]]) -> None:
+        """Fetch the bytes of a name and wire, which are as many as ``out`` has. Raises LookupError."""
+
+        def memory(size: int) -> memoryview:
+            if size != out.numel():
+                raise ValueError(f"{name} has {size} bytes where {out.numel()} are due")
+            return memoryview(out.numpy())
+
+        self._bytes(name, f"{wire}", sources, memory)
+
+    def _words(self, name: str, sources: Sequence[Mapping[str, Any]]) -> bytes | None:
+        """Return a short text of the others, None if nobody has it. Collective."""
+        text = None
+        if self._leader:
+            with suppress(LookupError):
+                text = bytes(self._bytes(name, None, sources, words)).decode()
+        text = self._gather(text)[0]
+        return None if text is None else text.encode()
+
+    def _bytes(
+        self,
+        name: str,
+        wire: str | None,
+        sources: Sequence[Mapping[str, Any]],
+        memory: Callable[[int], Buffer],
+    ) -> memoryview:
+        found = [each[wire or min(each)] for each in sources if wire is None or wire in each]
+        addresses = dict.fromkeys(
+            (host, port) for host, port in found
+        )  # an owner may stand among the others, too
+        return fetch(name, [*addresses], self.settings.secret, self.settings.silence_s, memory)
+
+    # -- the leader's word -----------------------------------------------------------------------------
+
+    def _post(self, **changes: Any) -> None:
+        if self._pulse:
+            self._pulse.post(**changes)
+
+    def _follow(self, ready: Ready, began: float | None = None) -> Mapping[str, Any]:
+        """Return the point's answer to the last post as soon as it is ready: the leader waits, and tells. Collective.
+
+        began: since when this is waited for.
+        """
+        began = time.monotonic() if began is None else began
+        while True:
+            told = self._gather(self._word(ready, began))[0]
+            if "refused" in told:
+                raise Refused(f"replica {self.settings.name!r} may not meet the others: {told['refused']}")
+            if "lost" in told:
+                raise RoomLost(
+                    f"no meeting {self.standing.number} in {self.settings.give_up_s:g} s: {told['lost']}"
+                )
+            if "view" in told:
+                view: Mapping[str, Any] = told["view"]
+                return view
+            self._on_wait(told["missing"])
+
+    def _word(self, ready: Ready, began: float) -> dict[str, Any]:
+        if not self._pulse:
+            return {}
+        settings, waited = self.settings, time.monotonic() - began
+        again = waited < 2 * settings.silence_s  # the name may be that of this launch's last start
+
+        def decided(view: Mapping[str, Any]) -> bool:
+            return not (again and "again" in view) if "refused" in view else bool(ready(view))
+
+        view = self._pulse.look(decided, LOOK_S)
+        if view is None:
+            return {"lost" if waited > settings.give_up_s else "missing": self._pulse.missing}
+        return {"refused": view["refused"]} if "refused" in view else {"view": view}
+
+
+def _decided(line: str, view: Mapping[str, Any]) -> bool:
+    """Return whether a room is done, or is no longer that of this line."""
+    room = view.get("room", {})
+    return room.get("line") != line or room["done"]

@@ -1,0 +1,267 @@
+"""The meeting point: each launch's leader posts what it is, has and waits for, again and again, and is told what follows.
+
+What a member posts is its whole state, so nothing hangs on an answer that was lost, and a point that starts anew and
+empty knows all again when each has posted once. Rules are in ``Meetings``, which sees no network and no clock. Times are
+seconds of the point's clock alone.
+
+A room has one verdict. It is done when the first of its seats has all messages; the others get theirs from it, or from
+any that has them. It opens again if one reports a message that cannot be had before any has all, or if all that had
+all died before another had. Each closing has a line of its own, a random name, so an anchor is known by the line
+that made it: one that was made in a room which opened again is a stray, and is replaced.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from megazero.comm.rooms.channel import Channel, Listener
+
+SUSPECT_S = (
+    1.0  # who is reported as lost, and was not heard for so long, counts as dead until it is heard again
+)
+KEPT = 8  # rooms of past meetings
+
+
+@dataclass(frozen=True)
+class State:
+    """What a member posts. id: of this start of it.
+
+    same: what has to be equal, by its name. run, number, line, last: see member.Standing. digest: of the anchor.
+    wires: by number, the address of the rank that shows it. journal: the first meeting whose messages it still shows.
+    least, call, patience, silence: see member.RoomSettings; seconds. header: of the seat that it takes in the room of
+    ``number``; message: the name of its messages there. have: the line of which it has all messages. lost: a line,
+    and the names whose messages of it cannot be had. left: it has ended in good order.
+    """
+
+    name: str
+    id: str
+    same: Mapping[str, str]
+    wires: Mapping[str, Sequence[Any]]
+    least: int
+    call: float
+    patience: float
+    silence: float
+    run: str = ""
+    number: int = 0
+    line: str = ""
+    last: Sequence[str] = ()
+    digest: str = ""
+    journal: int = 0
+    header: str | None = None
+    message: str = ""
+    have: str = ""
+    lost: Sequence[Any] = ("", ())
+    left: bool = False
+
+
+@dataclass
+class Seen:
+    """A member as the point knows it. since: when it took its seat. stray: its anchor is not of the run's line."""
+
+    state: State
+    heard: float
+    since: float
+    stray: bool = False
+
+
+@dataclass
+class Room:
+    """Of one meeting. line, seats: since it closed. holders: ids of those that have all messages."""
+
+    line: str = ""
+    seats: list[State] = field(default_factory=list)
+    holders: set[str] = field(default_factory=set)
+
+
+def enough(names: set[str], last: set[str], least: int) -> bool:
+    """Return whether these may meet. last: names of the last meeting that have not left.
+
+    By default more than half of ``last``, or just half with its lowest name: of two parts one goes on.
+    """
+    if least:
+        return len(names) >= least
+    here = names & last
+    return 2 * len(here) > len(last) - (min(last, default="") in here) if last else True
+
+
+class Meetings:
+    """What the members of one run have posted, and what follows."""
+
+    def __init__(self, now: float) -> None:
+        self.members: dict[str, Seen] = {}
+        self.rooms: dict[int, Room] = {}
+        self.run = ""
+        self.began = self.last = now  # began: since when all could be heard. last: when somebody was
+
+    def look(self, state: State, now: float) -> dict[str, Any]:
+        """Take a member's state and return its view: ``refused`` with the reason, or what it needs to go on."""
+        if now - self.last > state.silence / 2:  # this process was stopped or cut off
+            self.began = now
+        self.last = now
+        others = [seen for seen in self._live(now) if seen.state.name != state.name]
+        if refusal := self._refusal(state, now, others):
+            return refusal
+        self._note(state, now, others)
+        live = self._live(now)
+        latest = max((seen.state.number for seen in live if not seen.stray), default=state.number)
+        stray = self.members[state.name].stray
+        behind = stray or state.number < latest
+        view: dict[str, Any] = {
+            "run": self.run,
+            "latest": latest,
+            "behind": behind,
+            "stray": stray,
+            "called": False,
+            "missing": "",
+        }
+        if behind:
+            ahead = [each.state for each in others if each.state.number == latest and not each.stray]
+            view["sources"] = [
+                {key: getattr(each, key) for key in ("name", "line", "last", "wires", "journal")}
+                for each in ahead
+            ]
+        elif not state.left:
+            view |= self._settle(state, now)
+        view["lag"] = [
+            each.state.name
+            for each in others
+            if each.state.number < state.number and each.state.name in state.last
+        ]
+        room = self.rooms.get(state.number)
+        if room and any(seat.id == state.id for seat in room.seats):
+            seats = [
+                {key: getattr(seat, key) for key in ("name", "header", "message", "wires")}
+                for seat in room.seats
+            ]
+            view["room"] = {"line": room.line, "done": bool(room.holders), "seats": seats}
+        self.rooms = {number: room for number, room in self.rooms.items() if number >= latest - KEPT}
+        return view
+
+    def suspect(self, state: State, now: float) -> None:
+        """Count a member as dead unless it is heard within SUSPECT_S: it is gone, or what it shows cannot be had."""
+        held = self.members.get(state.name)
+        if held and held.state.id == state.id:
+            held.heard = min(held.heard, now - held.state.silence + SUSPECT_S)
+
+    def _live(self, now: float) -> list[Seen]:
+        seen = self.members.values()
+        return [each for each in seen if now - each.heard < each.state.silence and not each.state.left]
+
+    def _refusal(self, state: State, now: float, others: Sequence[Seen]) -> dict[str, Any]:
+        """Return why a member may not take part. again: it may be let in later."""
+        held = self.members.get(state.name)
+        if held and held.state.id != state.id and held in self._live(now):
+            return {"refused": f"the name {state.name!r} is that of a replica that is here", "again": True}
+        if state.run and self.run and state.run != self.run and others:
+            return {"refused": f"it is of the run {state.run}, and here the run {self.run} meets"}
+        for each in (other.state for other in others):
+            for key in sorted({*state.same, *each.same}):
+                own, theirs = state.same.get(key), each.same.get(key)
+                if own != theirs:
+                    return {"refused": f"its {key} is {own}, that of replica {each.name!r} is {theirs}"}
+            if (state.number, state.line) == (each.number, each.line) and state.digest != each.digest:
+                return {
+                    "refused": f"its anchor of meeting {state.number} has the hash {state.digest}, that of replica "
+                    f"{each.name!r} has {each.digest}: start from the same weights, or load a checkpoint of this run"
+                }
+        return {}
+
+    def _note(self, state: State, now: float, others: Sequence[Seen]) -> None:
+        if self.run != state.run and state.run:
+            self.run, self.rooms = state.run, {}
+        self.run = self.run or secrets.token_hex(8)
+        held = self.members.get(state.name)
+        sat = held and held.state.id == state.id and held.state.number == state.number and held.state.header
+        seen = Seen(state, now, held.since if held and sat else now)
+        self.members[state.name] = seen
+        if state.number:
+            made = self.rooms.setdefault(state.number - 1, Room())
+            if not made.line or made.line != state.line and all(each.stray for each in others):
+                made.line, made.seats = state.line, []
+            seen.stray = made.line != state.line
+            if not seen.stray:
+                made.holders.add(state.id)
+
+    def _settle(self, state: State, now: float) -> dict[str, Any]:
+        """Close the room of a member's meeting, give its verdict or open it again. Returns what to say of it."""
+        room = self.rooms.setdefault(state.number, Room())
+        here = self._here(state.number, now)
+        if room.line:
+            ids = {seen.state.id for seen in here}
+            room.holders |= {seen.state.id for seen in here if seen.state.have == room.line}
+            lost = {name for seen in here if seen.state.lost[0] == room.line for name in seen.state.lost[1]}
+            if room.holders & ids or not (room.holders or lost) and ids & {seat.id for seat in room.seats}:
+                return {}
+            for name in lost & self.members.keys():
+                self.suspect(self.members[name].state, now)
+            room = self.rooms[state.number] = Room()
+            here = self._here(state.number, now)
+        seats = [seen for seen in here if seen.state.header is not None]
+        names = {seen.state.name for seen in seats}
+        waited = {seen.state.name for seen in here} - names
+        last = {*state.last} - {name for name, seen in self.members.items() if seen.state.left}
+        missing = ""
+        if not enough(names, last, max((seen.state.least for seen in seats), default=0)):
+            missing = f"{', '.join(sorted(names)) or 'nobody'} there, too few to meet: " + (
+                f"at least {state.least} are needed" if state.least else f"{', '.join(sorted(last))} met last"
+            )
+        elif waited and not any(now - seen.since > seen.state.patience for seen in seats):
+            missing = f"waiting for {', '.join(sorted(waited))}"
+        elif (
+            state.number and not last <= names and now - self.began < max(seen.state.silence for seen in here)
+        ):
+            missing = "the meeting point is new, others may still come to it"
+        elif seats:
+            room.line = f"{state.number}.{secrets.token_hex(8)}"
+            room.seats = sorted((seen.state for seen in seats), key=lambda seat: seat.name)
+        called = state.header is None and any(now - seen.since > seen.state.call for seen in seats)
+        return {"called": called and not room.line, "missing": missing}
+
+    def _here(self, number: int, now: float) -> list[Seen]:
+        return [seen for seen in self._live(now) if seen.state.number == number and not seen.stray]
+
+
+class Point:
+    """The meeting point as a server."""
+
+    def __init__(self, port: int, secret: bytes, refused: Callable[[str], None] = lambda host: None) -> None:
+        """refused: called with the host of a stranger. Raises OSError if the port is taken."""
+        self.meetings, self._lock = Meetings(time.monotonic()), threading.Lock()
+        self._posted: dict[str, tuple[Channel, State]] = {}  # by name, where a member posted last
+        self._listener = Listener(port, secret, self._answer, self._ended, refused)
+        self.port = self._listener.port
+
+    def _answer(self, channel: Channel, words: Any) -> None:
+        try:
+            state = State(**words)
+        except TypeError as error:
+            channel.say({"refused": f"the meeting point is of another version of megazero ({error})"})
+            return
+        with self._lock:
+            view = self.meetings.look(state, time.monotonic())
+            self._posted[state.name] = channel, state
+        channel.say(view)
+
+    def _ended(self, channel: Channel) -> None:
+        """Notice at once that a process has died: its connection ends."""
+        with self._lock:
+            for last, state in self._posted.values():
+                if last is channel:
+                    self.meetings.suspect(state, time.monotonic())
+
+    def here(self) -> list[str]:
+        """Return a line for each member that is here."""
+        with self._lock:
+            live = self.meetings._live(time.monotonic())
+        return [f"{seen.state.name}: meeting {seen.state.number}" for seen in live]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()

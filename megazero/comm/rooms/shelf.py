@@ -1,0 +1,126 @@
+"""Bytes that a rank shows to others by name, and fetching them: by ranges, from whoever has them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
+
+from megazero.comm.rooms.channel import FRAME, WORDS, Address, Buffer, Channel, reach
+
+
+@dataclass(frozen=True)
+class Piece:
+    """So many bytes. read: (offset, count) -> these bytes. Other threads call it."""
+
+    size: int
+    read: Callable[[int, int], Buffer]
+
+    @classmethod
+    def of(cls, data: Buffer) -> Self:
+        """Return a piece of bytes that stay as they are."""
+        view = memoryview(data).cast("B")
+        return cls(len(view), lambda offset, count: view[offset : offset + count])
+
+
+@dataclass
+class _Shown:
+    """A piece of a meeting. passing: only until its owner's next ``changing``; owned: it is memory of the owner's."""
+
+    piece: Piece
+    number: int
+    passing: bool
+    owned: bool
+    readers: int = 0  # that are on their way
+
+
+class Shelf:
+    """What this rank shows. A name never comes again for other bytes."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, _Shown] = {}
+        self._names, self._rest = threading.Lock(), threading.Lock()
+
+    def put(self, name: str, number: int, piece: Piece, *, passing: bool = False) -> None:
+        with self._names:
+            self._shown[name] = _Shown(piece, number, passing, passing)
+
+    def drop(self, before: int) -> None:
+        """Drop what belongs to meetings before this one."""
+        with self._names:
+            self._shown = {name: shown for name, shown in self._shown.items() if shown.number >= before}
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside, the owner may change what passes. Whoever is fetching it goes on with a copy, made here."""
+        with self._rest:
+            with self._names:
+                passing = {name: shown for name, shown in self._shown.items() if shown.passing}
+                read = [shown for shown in passing.values() if shown.readers]
+                self._shown = {
+                    name: shown for name, shown in self._shown.items() if shown.readers or name not in passing
+                }
+            for shown in read:
+                if shown.owned:
+                    shown.piece = Piece.of(bytes(shown.piece.read(0, shown.piece.size)))
+                    shown.owned = False
+            yield
+
+    def answer(self, channel: Channel, request: Any) -> None:
+        """Send what has the name ``get``, from the byte ``from``."""
+        with self._names:
+            if shown := self._shown.get(request["get"]):
+                shown.readers += 1
+        if shown is None:
+            channel.say({"absent": request["get"]})
+            return
+        try:
+            channel.say({"size": shown.piece.size})
+            for offset in range(int(request["from"]), shown.piece.size, FRAME):
+                with self._rest if shown.owned else nullcontext():
+                    data = bytes(shown.piece.read(offset, min(FRAME, shown.piece.size - offset)))
+                channel.send(data)
+        finally:
+            with self._names:
+                shown.readers -= 1
+
+
+def fetch(
+    name: str, sources: Sequence[Address], secret: bytes, silence_s: float, memory: Callable[[int], Buffer]
+) -> memoryview:
+    """Return the bytes of a name, from the first of the sources that has them, and on with the next where it ends.
+
+    memory: takes their number and returns where they go; it raises ValueError for a number that cannot be.
+    Raises LookupError when no source gives any more: each is lost, was silent for ``silence_s``, or has none.
+    """
+    order, failed, why = deque(sources), 0, f"nobody shows {name}"
+    view: memoryview | None = None
+    at = 0
+    while view is None or at < len(view):
+        if failed == len(order):
+            raise LookupError(why)
+        try:
+            with reach(order[0], secret, silence_s) as channel:
+                said = channel.ask({"get": name, "from": at})
+                if "absent" in said:
+                    raise LookupError(f"{name} is not there")
+                view = memoryview(memory(said["size"])).cast("B") if view is None else view
+                if len(view) != said["size"]:
+                    raise ValueError(f"{name} has {said['size']} bytes where {len(view)} are due")
+                while at < len(view):
+                    channel.receive_into(part := view[at : at + FRAME])
+                    at, failed = at + len(part), 0
+        except (OSError, ValueError, LookupError) as error:
+            why, failed = f"{order[0][0]}:{order[0][1]}: {error}", failed + 1
+            order.rotate(-1)
+    return view
+
+
+def words(size: int) -> bytearray:
+    """Return memory for a short text. Raises ValueError if it is none."""
+    if not 0 <= size <= WORDS:
+        raise ValueError(f"a text of {size} bytes where at most {WORDS} are due")
+    return bytearray(size)
