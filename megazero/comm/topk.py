@@ -6,7 +6,8 @@ are not sparse, so all replicas gather all messages: each sends one, however man
 
 A chunk's message, uint8 [84]:
 
-    levels   bf16 [2]    the mean magnitudes of the values up to, and above, the mean of all 64
+    levels   bf16 [2]    the mean magnitudes of the values up to, and above, the mean of all 64; of 0, and above, if
+                         fewer than 64 are not 0
     high     bits [128]  bit (p >> 6) + i is set for the i-th place p in ascending order (Elias-Fano)
     picks    uint8 [64]  by ascending place: its 6 low bits, the sign, the level
 
@@ -111,7 +112,8 @@ def encoded_chunks(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     places = (CHUNK - 1 - keys.topk(KEPT, sorted=False).values % CHUNK).sort().values
     values = rows.gather(1, places)
     sizes = values.abs()
-    large = sizes > sizes.mean(1, keepdim=True)
+    # Where zeros are sent, they arrive as zeros: padding is never anything else.
+    large = sizes > sizes.mean(1, keepdim=True) * (sizes.amin(1, keepdim=True) > 0)
     levels = [sizes.where(kind, 0.0).sum(1) / kind.sum(1).clamp_(min=1) for kind in (~large, large)]
     spread = (places >> LOW) + torch.arange(KEPT, device=rows.device)
     high = rows.new_zeros(len(rows), HIGH_BITS, dtype=torch.uint8).scatter_(1, spread, 1)
