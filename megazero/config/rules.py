@@ -90,12 +90,6 @@ def _experts(config: RunConfig) -> Iterator[str]:
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
         )
-    if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
-        yield (
-            "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "
-            "tokens, and move the bias apart; nearest: --moe-router-load-balancing-type seq_aux_loss with "
-            "--moe-aux-loss-coeff"
-        )
 
 
 def _balance(config: RunConfig) -> Iterator[str]:
