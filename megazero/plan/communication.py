@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import comb
 from typing import NamedTuple
 
-from megazero.comm.wire import Codecs, Coding, filled
+from megazero.comm.wire import Codecs, Coding, Sparse, filled
 from megazero.config import RunConfig
 from megazero.config.layout.context import gather_coding
 from megazero.config.layout.outer import EXACT_BITS, feedback, keeps_momentum, outer_coding, planned_replicas
@@ -159,7 +159,7 @@ class OuterFormat:
         return feedback(self.config) > 0
 
     @property
-    def coding(self) -> Coding | None:
+    def coding(self) -> Coding | Sparse | None:
         return outer_coding(self.config)
 
     def message(self, plan: UnitPlan[Coding]) -> int:

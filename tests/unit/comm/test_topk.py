@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.comm.topk import CHUNK, KEPT, PARTS, PIECE, TopK
+from megazero.comm.wire import Sparse
+from megazero.config import World, make_config
+from megazero.config.layout.outer import feedback, outer_coding
+from megazero.config.summary import describe
+from megazero.mesh.grid import make_grid
+from megazero.plan.communication import Formats, OuterFormat, UnitShape
+from megazero.zero.plan import UnitCut
 from tests.messages import refused
+from tests.sizes import SMALL
 
 CODEC = TopK()
 
@@ -107,3 +115,23 @@ def test_bytes_that_no_sender_writes_are_refused() -> None:
         picks_of.copy_(low)
         with refused(*words):
             CODEC.decode(bad, out)
+
+
+def test_a_run_sends_and_plans_them() -> None:
+    """At most 0.03 bytes a parameter go up in a meeting, whatever the number of replicas."""
+    run = {
+        **SMALL,
+        "outer_meet": "local:9",
+        "outer_format": "topk",
+        "train_iters": None,
+        "train_samples": 1 << 20,
+    }
+    config = make_config(run, World(4, 4))
+    assert outer_coding(config.outer) == Sparse() and feedback(config.outer) == 0.95
+    assert "differences topk, error feedback" in "\n".join(describe(config, World(4, 4)))
+    form, grid = OuterFormat.of(config.outer, sums=4), make_grid(4, 4)
+    assert form is not None
+    plan = UnitShape(1 << 24, 0, False).plan(UnitCut.of(grid.data_axes), Formats(2, 4))
+    assert form.message(plan) * grid.dp == CODEC.message_bytes(1 << 24) < 0.03 * (1 << 24)
+    with refused("--outer-bits 4", "--outer-format dense"):
+        make_config({**run, "outer_bits": 4}, World(4, 4))
