@@ -43,7 +43,7 @@ SIZES = {"0.7M": SETTINGS, "1.3M": replace(SETTINGS, hidden=192, ffn=512, heads=
 SENT: Mapping[str, tuple[Codec, float]] = {"INT4": (Blockwise(4), 1.0), "top 64": (TopK(), TopK.FEEDBACK)}
 
 # Sizes, intervals and seeds at which forms are compared.
-FORMS = (("0.7M", 32, (1, 2, 3)), ("0.7M", 8, (1, 2)), ("1.3M", 32, (1,)))
+FORMS = (("0.7M", 32, (1, 2, 3)), ("0.7M", 8, (1,)), ("1.3M", 32, (1,)))
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,16 @@ def branches(seeds: Sequence[int]) -> Iterator[Branch]:
 def forms() -> Iterator[tuple[Branch, Branch]]:
     """Yield branches, of all their seeds, that differ in what is sent or in how it is averaged, each with the one
     that it is compared with."""
+    for replicas in (2, 4):
+        mean = Branch(1, 32, 0.7, 0.5, replicas=replicas)
+        yield mean, mean
+        yield replace(mean, apart=True), mean
     for size, interval, seeds in FORMS:
         for seed in seeds:
             four = Branch(seed, interval, 0.7, 0.5, "INT4", size=size)
             yield four, four
             yield replace(four, form="top 64", rate=1.0, momentum=0.0), four
-    for replicas in (2, 4):
-        mean = Branch(1, 32, 0.7, 0.5, replicas=replicas)
-        yield mean, mean
-        yield replace(mean, apart=True), mean
+    yield Branch(1, 8, 0.7, 0.5, "top 64"), Branch(1, 8, 0.7, 0.5, "INT4")
 
 
 class Replicas:
