@@ -14,6 +14,8 @@ from megazero.config.layout.outer import feedback, outer_coding
 from megazero.config.summary import describe
 from megazero.mesh.grid import make_grid
 from megazero.plan.communication import Formats, OuterFormat, UnitShape
+from megazero.plan.compare import rungs
+from megazero.plan.report import outer_words
 from megazero.zero.plan import UnitCut
 from tests.messages import refused
 from tests.sizes import SMALL
@@ -133,5 +135,8 @@ def test_a_run_sends_and_plans_them() -> None:
     assert form is not None
     plan = UnitShape(1 << 24, 0, False).plan(UnitCut.of(grid.data_axes), Formats(2, 4))
     assert form.message(plan) * grid.dp == CODEC.message_bytes(1 << 24) < 0.03 * (1 << 24)
+    assert {bits for bits, _ in rungs(run)} == {32} and outer_words(config).startswith(
+        "each of 9 replicas, topk every"
+    )
     with refused("--outer-bits 4", "--outer-format dense"):
         make_config({**run, "outer_bits": 4}, World(4, 4))
