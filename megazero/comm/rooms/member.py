@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import secrets
 import threading
 import time
@@ -18,14 +17,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
-from megazero.bounded import load_json
-from megazero.comm.rooms.channel import Address, Buffer, Channel, Listener, Refused, own_host, reach
+from megazero.comm.rooms.channel import Address, Channel, Listener, Refused, own_host, reach
 from megazero.comm.rooms.point import State
-from megazero.comm.rooms.shelf import Piece, Shelf, fetch, words
+from megazero.comm.rooms.shelf import Piece, Shelf, fetch
 
 POST_S, LOOK_S = (
     0.05,
@@ -33,9 +31,10 @@ POST_S, LOOK_S = (
 )  # between two posts in a meeting; the longest that ranks wait for the leader's word
 HEADER = 4096  # bytes
 STREAMS = 16  # fetches at a time
+TOLD = ("name", "same", "least", "call_s", "patience_s", "silence_s")  # what the point knows of the settings
 
-T = TypeVar("T")
 Ready = Callable[[Mapping[str, Any]], Any]
+Wires = Mapping[str, Sequence[Any]]  # by number, the address of the rank that shows it
 
 
 class RoomLost(RuntimeError):
@@ -212,27 +211,17 @@ class Member:
         own = [(wire, own_host(settings.point), self._listener.port) for wire in wires]
         self._addresses = {f"{wire}": (host, port) for rank in gather(own) for wire, host, port in rank}
         self._pulse: Pulse | None = None
-        self._messages: dict[tuple[str, int], torch.Tensor] = {}  # of the meeting, by name and wire
-        self._meetings, self._journal = 0, 0
+        self._messages: dict[str, torch.Tensor] = {}  # of the meeting
+        self._meetings = 0
 
     # -- what the others see ---------------------------------------------------------------------------
 
     def join(self, standing: Standing, offer: Offer) -> None:
         """Come to the run. Collective. Raises Refused with the reason if this launch may not."""
-        self.standing, self._journal = standing, standing.number
-        settings, digest = self.settings, self._show(offer)
+        self.standing = standing
+        known = {key: getattr(self.settings, key) for key in TOLD} | asdict(standing) | self._show(offer)
         if self._leader:
-            ways = dict(call=settings.call_s, patience=settings.patience_s, silence=settings.silence_s)
-            known = dict(same=dict(settings.same), wires=self._addresses, least=settings.least, **ways)
-            own = State(
-                name=settings.name,
-                id=self.id,
-                digest=digest,
-                journal=self._journal,
-                **asdict(standing),
-                **known,
-            )
-            self._pulse = Pulse(settings, own)
+            self._pulse = Pulse(self.settings, State(id=self.id, wires=self._addresses, **known))
         self.standing = replace(standing, run=self._follow(lambda view: True)["run"])
         self._post(run=self.standing.run)
 
@@ -241,17 +230,14 @@ class Member:
 
         The launches' digests are compared: the next call of a method raises Refused if they differ.
         """
-        met = isinstance(step, Met)
-        number = step.number + met
-        last = tuple(seat.name for seat in step.seats) if isinstance(step, Met) else step.last
+        if isinstance(step, Met):
+            number, last = step.number + 1, tuple(seat.name for seat in step.seats)
+        else:
+            number, last = step.number, step.last
         self.standing = Standing(self.standing.run, number, step.line, last)
-        self._journal = max(self._journal, number - self.settings.journal) if met else number
         self._messages.clear()
-        self._shelf.drop(self._journal)
-        where = asdict(self.standing)
-        self._post(
-            **where, digest=self._show(offer), journal=self._journal, header=None, have="", lost=("", ())
-        )
+        self._shelf.drop(number - self.settings.journal)
+        self._post(**asdict(self.standing), **self._show(offer), header=None)
 
     def changing(self) -> AbstractContextManager[None]:
         """Return a context for every write of the anchor. Launches that are fetching it go on with a copy."""
@@ -291,28 +277,27 @@ class Member:
         journal, so nobody may write to them. None: the others have met without this launch, and it has ``missed`` them.
         Raises RoomLost after ``give_up_s``, Refused if the anchors differ.
         """
-        assert len(header) <= HEADER and {wire: each.numel() for wire, each in messages.items()} == dict(
-            self.wires
-        )
+        assert len(header) <= HEADER and {wire: len(each) for wire, each in messages.items()} == {
+            **self.wires
+        }
         number, began, self._meetings = self.standing.number, time.monotonic(), self._meetings + 1
-        name = f"{number}/{self.id}/{self._meetings}"
+        own = f"{number}/{self.id}/{self._meetings}"
         for wire, message in messages.items():
-            self._keep(number, name, wire, message)
-        self._post(header=base64.b64encode(header).decode(), message=name)
-        while "room" in (view := self._follow(lambda view: view["behind"] or "room" in view, began)):
-            room = view["room"]
-            line = room["line"]
-            lost = self._pull(number, room["seats"], [seat["wires"] for seat in room["seats"]])
-            self._post(lost=(line, lost)) if lost else self._post(have=line)
+            self._keep(f"message/{own}/{wire}", message)
+        self._post(header=base64.b64encode(header).decode(), message=own)
+        while True:
+            view = self._follow(lambda view: view["behind"] or "room" in view, began)
+            room = view.get("room", {"seats": ()})
+            if own not in [seat["message"] for seat in room["seats"]]:
+                break
+            line, lost = room["line"], self._pull(room, view.get("sources", ()))
+            self._post(**({"lost": (line, lost)} if lost else {"have": line}))
+            if not lost and self._follow(partial(_decided, line), began).get("room", {}).get("line") == line:
+                return self._met(room)
             if lost and view["behind"]:
                 break
-            if not lost and self._follow(partial(_decided, line), began).get("room", {}).get("line") == line:
-                self._post(header=None)
-                return self._met(number, line, room["seats"])
             if self._gather(time.monotonic() - began > self.settings.give_up_s)[0]:
-                raise RoomLost(
-                    f"meeting {number} came to no end: the messages of {', '.join(lost)} cannot be had"
-                )
+                raise RoomLost(f"meeting {number}: the messages of {', '.join(lost)} cannot be had")
         self._post(header=None)
         return None
 
@@ -328,135 +313,87 @@ class Member:
             view = self._follow(lambda view: not view["behind"] or view["sources"], began)
             if not view["behind"]:
                 return None
-            step = None if view["stray"] else self._missed_meeting(view["sources"])
-            if step := step or self._others_anchor(view["latest"], view["sources"], memory):
-                return step
+            if "room" in view and not self._pull(view["room"], view["sources"]):
+                return self._met(view["room"])
+            anchor = Anchor(**view["anchor"])
+            jobs = {
+                _anchor_name(anchor, wire): (wire, out, view["sources"]) for wire, out in memory().items()
+            }
+            if not any(self._gather(len(self._fetch(jobs)))):
+                return replace(anchor, last=tuple(anchor.last), about=base64.b64decode(anchor.about))
 
-    def _missed_meeting(self, sources: Sequence[Mapping[str, Any]]) -> Met | None:
-        number = self.standing.number
-        wires = [source["wires"] for source in sources if source["journal"] <= number]
-        text = self._words(f"met/{number}", wires) if wires else None
-        found = load_json(text) if text else {"after": None}
-        if found["after"] != self.standing.line or self._pull(number, found["seats"], wires):
-            return None
-        return self._met(number, found["line"], found["seats"])
+    def _pull(self, room: Mapping[str, Any], sources: Sequence[Wires]) -> list[str]:
+        """Fetch the messages of a room that are not here. Returns the names whose cannot be had. Collective.
 
-    def _others_anchor(
-        self,
-        number: int,
-        sources: Sequence[Mapping[str, Any]],
-        memory: Callable[[], Mapping[int, torch.Tensor]],
-    ) -> Anchor | None:
-        line, wires = sources[0]["line"], [source["wires"] for source in sources]
-        if (about := self._words(f"about/{number}/{line}", wires)) is None:
-            return None
-        out = memory()
-        take = partial(self._take, sources=wires)
-        lost = self._each(lambda wire: take(f"anchor/{number}/{line}/{wire}", wire, out[wire]), [*self.wires])
-        if any(self._gather(len(lost))):
-            return None
-        return Anchor(number, line, tuple(sources[0]["last"]), base64.b64decode(about))
+        sources: others that may show them, too.
+        """
+        wires = [seat["wires"] for seat in room["seats"]]
+        jobs = {
+            f"message/{seat['message']}/{wire}": (
+                wire,
+                torch.empty(count, dtype=torch.uint8),
+                [*wires[index:], *wires[:index], *sources],
+            )
+            for index, seat in enumerate(room["seats"])
+            for wire, count in self.wires.items()
+            if f"message/{seat['message']}/{wire}" not in self._messages
+        }
+        lost = self._fetch(jobs)
+        names = [seat["name"] for seat in room["seats"] if any(f"/{seat['message']}/" in key for key in lost)]
+        return sorted({name for rank in self._gather(names) for name in rank})
 
-    def _met(self, number: int, line: str, seats: Sequence[Mapping[str, Any]]) -> Met:
-        """Return a meeting whose messages are here, and keep it in the journal."""
-        shown = [{key: seat[key] for key in ("name", "header", "message")} for seat in seats]
-        words = {"line": line, "after": self.standing.line, "seats": shown}
-        self._shelf.put(f"met/{number}", number, Piece.of(json.dumps(words).encode()))
-        own = [index for index, seat in enumerate(seats) if seat["message"].split("/")[1] == self.id]
-        brought = [
+    def _met(self, room: Mapping[str, Any]) -> Met:
+        """Return the meeting of a room whose messages are all here."""
+        seats = tuple(
             Seat(
                 seat["name"],
                 base64.b64decode(seat["header"]),
-                {wire: self._messages[seat["message"], wire] for wire in self.wires},
+                {wire: self._messages[f"message/{seat['message']}/{wire}"] for wire in self.wires},
             )
-            for seat in seats
-        ]
-        return Met(number, line, tuple(brought), own[0] if own else None)
+            for seat in room["seats"]
+        )
+        ids = [seat["message"].split("/")[1] for seat in room["seats"]]
+        return Met(self.standing.number, room["line"], seats, ids.index(self.id) if self.id in ids else None)
 
     # -- bytes -----------------------------------------------------------------------------------------
 
-    def _show(self, offer: Offer) -> str:
-        """Show this rank's part of the anchor. Returns the digest of all parts."""
-        number, line = self.standing.number, self.standing.line
-        about = Piece.of(base64.b64encode(offer.about))
-        self._shelf.put(f"about/{number}/{line}", number, about, passing=True)
+    def _show(self, offer: Offer) -> dict[str, str]:
+        """Show this rank's part of the anchor. Returns the digest of all parts, and the words about it."""
+        assert len(offer.about) <= HEADER
         for wire, piece in offer.pieces.items():
-            self._shelf.put(f"anchor/{number}/{line}/{wire}", number, piece, passing=True)
+            self._shelf.put(_anchor_name(self.standing, wire), self.standing.number, piece, passing=True)
         parts = sorted(part for rank in self._gather([*offer.digests.items()]) for part in rank)
-        return hashlib.sha256(f"{parts}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{parts}".encode()).hexdigest()[:16]
+        return {"digest": digest, "about": base64.b64encode(offer.about).decode()}
 
-    def _keep(self, number: int, name: str, wire: int, message: torch.Tensor) -> None:
-        self._messages[name, wire] = message
-        self._shelf.put(f"message/{name}/{wire}", number, Piece.of(message.numpy()))
+    def _keep(self, name: str, message: torch.Tensor) -> None:
+        """Keep a message, and show it to the others."""
+        self._messages[name] = message
+        self._shelf.put(name, self.standing.number, Piece.of(message.numpy()))
 
-    def _pull(
-        self, number: int, seats: Sequence[Mapping[str, Any]], sources: Sequence[Mapping[str, Any]]
-    ) -> list[str]:
-        """Fetch these seats' messages that are not here, each from its owner first. Returns whose cannot be had.
+    def _fetch(self, jobs: Mapping[str, tuple[int, torch.Tensor, Sequence[Wires]]]) -> list[str]:
+        """Fetch bytes, some at a time. jobs: by name, the wire, where they go and who may show them.
 
-        sources: by launch, the addresses of its wires. Collective.
+        Returns the names that nobody shows. Messages are shown on as soon as they are here.
         """
 
-        def take(lacking: tuple[Mapping[str, Any], int]) -> None:
-            seat, wire = lacking
-            out = torch.empty(self.wires[wire], dtype=torch.uint8)
-            first = [seat["wires"]] if "wires" in seat else []
-            self._take(f"message/{seat['message']}/{wire}", wire, out, [*first, *sources])
-            self._keep(number, seat["message"], wire, out)
+        def take(name: str, wire: int, out: torch.Tensor, sources: Sequence[Wires]) -> None:
+            places = dict.fromkeys((host, port) for each in sources for host, port in [each[f"{wire}"]])
+            fetch(name, [*places], self.settings.secret, self.settings.silence_s, out.numpy())
+            if name.startswith("message/"):
+                self._keep(name, out)
 
-        places = [(seat, wire) for seat in seats for wire in self.wires]
-        lost = self._each(
-            take, [(seat, wire) for seat, wire in places if (seat["message"], wire) not in self._messages]
-        )
-        return sorted({name for rank in self._gather([seat["name"] for seat, _ in lost]) for name in rank})
-
-    def _each(self, take: Callable[[T], None], wanted: Sequence[T]) -> list[T]:
-        """Call ``take`` for each, some at a time. Returns for which it found no source."""
-        if not wanted:
-            return []
-        with ThreadPoolExecutor(min(len(wanted), STREAMS), "rooms") as pool:
-            taken = [pool.submit(take, each) for each in wanted]
-            while wait(taken, LOOK_S).not_done:
-                self._on_wait("")
         lost = []
-        for each, future in zip(wanted, taken, strict=True):
+        with ThreadPoolExecutor(STREAMS, "rooms") as pool:
+            taken = {name: pool.submit(take, name, *job) for name, job in jobs.items()}
+            while wait(taken.values(), LOOK_S).not_done:
+                self._on_wait("")
+        for name, future in taken.items():
             try:
                 future.result()
             except LookupError:
-                lost.append(each)
+                lost.append(name)
         return lost
-
-    def _take(self, name: str, wire: int, out: torch.Tensor, sources: Sequence[Mapping[str, Any]]) -> None:
-        """Fetch the bytes of a name and wire, which are as many as ``out`` has. Raises LookupError."""
-
-        def memory(size: int) -> memoryview:
-            if size != out.numel():
-                raise ValueError(f"{name} has {size} bytes where {out.numel()} are due")
-            return memoryview(out.numpy())
-
-        self._bytes(name, f"{wire}", sources, memory)
-
-    def _words(self, name: str, sources: Sequence[Mapping[str, Any]]) -> bytes | None:
-        """Return a short text of the others, None if nobody has it. Collective."""
-        text = None
-        if self._leader:
-            with suppress(LookupError):
-                text = bytes(self._bytes(name, None, sources, words)).decode()
-        text = self._gather(text)[0]
-        return None if text is None else text.encode()
-
-    def _bytes(
-        self,
-        name: str,
-        wire: str | None,
-        sources: Sequence[Mapping[str, Any]],
-        memory: Callable[[int], Buffer],
-    ) -> memoryview:
-        found = [each[wire or min(each)] for each in sources if wire is None or wire in each]
-        addresses = dict.fromkeys(
-            (host, port) for host, port in found
-        )  # an owner may stand among the others, too
-        return fetch(name, [*addresses], self.settings.secret, self.settings.silence_s, memory)
 
     # -- the leader's word -----------------------------------------------------------------------------
 
@@ -496,6 +433,10 @@ class Member:
         if view is None:
             return {"lost" if waited > settings.give_up_s else "missing": self._pulse.missing}
         return {"refused": view["refused"]} if "refused" in view else {"view": view}
+
+
+def _anchor_name(where: Standing | Anchor, wire: int) -> str:
+    return f"anchor/{where.number}/{where.line}/{wire}"
 
 
 def _decided(line: str, view: Mapping[str, Any]) -> bool:

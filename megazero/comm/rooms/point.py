@@ -21,21 +21,20 @@ from typing import Any, Self
 
 from megazero.comm.rooms.channel import Channel, Listener
 
-SUSPECT_S = (
-    1.0  # who is reported as lost, and was not heard for so long, counts as dead until it is heard again
-)
+SUSPECT = 0.1  # of a member's silence: that it has to be heard again
 KEPT = 8  # rooms of past meetings
+ANCHOR = ("number", "line", "last", "about")  # what is told of others' anchor
+SEAT = ("name", "header", "message", "wires")  # and of a seat
 
 
 @dataclass(frozen=True)
 class State:
-    """What a member posts. id: of this start of it.
+    """What a member posts. id: of this start of it. wires: by number, the address of the rank that shows it.
 
-    same: what has to be equal, by its name. run, number, line, last: see member.Standing. digest: of the anchor.
-    wires: by number, the address of the rank that shows it. journal: the first meeting whose messages it still shows.
-    least, call, patience, silence: see member.RoomSettings; seconds. header: of the seat that it takes in the room of
-    ``number``; message: the name of its messages there. have: the line of which it has all messages. lost: a line,
-    and the names whose messages of it cannot be had. left: it has ended in good order.
+    name, same, least, call_s, patience_s, silence_s: see member.RoomSettings. run, number, line, last: see
+    member.Standing. digest, about: of the anchor. header: of the seat that it takes in the room of ``number``; message:
+    the name of its messages there. have: the line of the room of which it has all messages. lost: a line, and the
+    names whose messages of it cannot be had. left: it has ended in good order.
     """
 
     name: str
@@ -43,15 +42,15 @@ class State:
     same: Mapping[str, str]
     wires: Mapping[str, Sequence[Any]]
     least: int
-    call: float
-    patience: float
-    silence: float
+    call_s: float
+    patience_s: float
+    silence_s: float
     run: str = ""
     number: int = 0
     line: str = ""
     last: Sequence[str] = ()
     digest: str = ""
-    journal: int = 0
+    about: str = ""
     header: str | None = None
     message: str = ""
     have: str = ""
@@ -61,12 +60,16 @@ class State:
 
 @dataclass
 class Seen:
-    """A member as the point knows it. since: when it took its seat. stray: its anchor is not of the run's line."""
+    """A member as the point knows it. since: when it took its seat. stray: its anchor is not of the run's line.
+
+    suspect: until it is heard again.
+    """
 
     state: State
     heard: float
     since: float
     stray: bool = False
+    suspect: bool = False
 
 
 @dataclass
@@ -96,11 +99,11 @@ class Meetings:
         self.members: dict[str, Seen] = {}
         self.rooms: dict[int, Room] = {}
         self.run = ""
-        self.began = self.last = now  # began: since when all could be heard. last: when somebody was
+        self.began = self.last = now  # began: since when all of an older run are heard
 
     def look(self, state: State, now: float) -> dict[str, Any]:
         """Take a member's state and return its view: ``refused`` with the reason, or what it needs to go on."""
-        if now - self.last > state.silence / 2:  # this process was stopped or cut off
+        if now - self.last > state.silence_s / 2:  # this process was stopped or cut off
             self.began = now
         self.last = now
         others = [seen for seen in self._live(now) if seen.state.name != state.name]
@@ -111,46 +114,30 @@ class Meetings:
         latest = max((seen.state.number for seen in live if not seen.stray), default=state.number)
         stray = self.members[state.name].stray
         behind = stray or state.number < latest
-        view: dict[str, Any] = {
-            "run": self.run,
-            "latest": latest,
-            "behind": behind,
-            "stray": stray,
-            "called": False,
-            "missing": "",
-        }
+        view: dict[str, Any] = {"run": self.run, "behind": behind, "called": False, "missing": ""}
         if behind:
             ahead = [each.state for each in others if each.state.number == latest and not each.stray]
-            view["sources"] = [
-                {key: getattr(each, key) for key in ("name", "line", "last", "wires", "journal")}
-                for each in ahead
-            ]
+            view["sources"] = [each.wires for each in ahead]
+            view["anchor"] = {key: getattr(ahead[0], key) for key in ANCHOR} if ahead else {}
         elif not state.left:
             view |= self._settle(state, now)
-        view["lag"] = [
-            each.state.name
-            for each in others
-            if each.state.number < state.number and each.state.name in state.last
-        ]
-        room = self.rooms.get(state.number)
-        if room and any(seat.id == state.id for seat in room.seats):
-            seats = [
-                {key: getattr(seat, key) for key in ("name", "header", "message", "wires")}
-                for seat in room.seats
-            ]
+        view["lag"] = [each.state.name for each in others if each.state.number < state.number]
+        room = self.rooms.get(state.number, Room())
+        if any(seat.id == state.id for seat in room.seats) or room.seats and behind and not stray:
+            seats = [{key: getattr(seat, key) for key in SEAT} for seat in room.seats]
             view["room"] = {"line": room.line, "done": bool(room.holders), "seats": seats}
         self.rooms = {number: room for number, room in self.rooms.items() if number >= latest - KEPT}
         return view
 
     def suspect(self, state: State, now: float) -> None:
-        """Count a member as dead unless it is heard within SUSPECT_S: it is gone, or what it shows cannot be had."""
+        """Wait for a member SUSPECT of its silence: its process is gone, or others cannot get what it shows."""
         held = self.members.get(state.name)
         if held and held.state.id == state.id:
-            held.heard = min(held.heard, now - held.state.silence + SUSPECT_S)
+            held.heard, held.suspect = min(held.heard, now - state.silence_s * (1 - SUSPECT)), True
 
     def _live(self, now: float) -> list[Seen]:
         seen = self.members.values()
-        return [each for each in seen if now - each.heard < each.state.silence and not each.state.left]
+        return [each for each in seen if now - each.heard < each.state.silence_s and not each.state.left]
 
     def _refusal(self, state: State, now: float, others: Sequence[Seen]) -> dict[str, Any]:
         """Return why a member may not take part. again: it may be let in later."""
@@ -174,9 +161,10 @@ class Meetings:
     def _note(self, state: State, now: float, others: Sequence[Seen]) -> None:
         if self.run != state.run and state.run:
             self.run, self.rooms = state.run, {}
-        self.run = self.run or secrets.token_hex(8)
+        if not self.run:
+            self.run, self.began = secrets.token_hex(8), -float("inf")
         held = self.members.get(state.name)
-        sat = held and held.state.id == state.id and held.state.number == state.number and held.state.header
+        sat = held and (held.state.id, held.state.number) == (state.id, state.number) and held.state.header is not None
         seen = Seen(state, now, held.since if held and sat else now)
         self.members[state.name] = seen
         if state.number:
@@ -201,7 +189,7 @@ class Meetings:
                 self.suspect(self.members[name].state, now)
             room = self.rooms[state.number] = Room()
             here = self._here(state.number, now)
-        seats = [seen for seen in here if seen.state.header is not None]
+        seats = [seen for seen in here if seen.state.header is not None and not seen.suspect]
         names = {seen.state.name for seen in seats}
         waited = {seen.state.name for seen in here} - names
         last = {*state.last} - {name for name, seen in self.members.items() if seen.state.left}
@@ -210,16 +198,14 @@ class Meetings:
             missing = f"{', '.join(sorted(names)) or 'nobody'} there, too few to meet: " + (
                 f"at least {state.least} are needed" if state.least else f"{', '.join(sorted(last))} met last"
             )
-        elif waited and not any(now - seen.since > seen.state.patience for seen in seats):
+        elif waited and not any(now - seen.since > seen.state.patience_s for seen in seats):
             missing = f"waiting for {', '.join(sorted(waited))}"
-        elif (
-            state.number and not last <= names and now - self.began < max(seen.state.silence for seen in here)
-        ):
+        elif not (last and last <= names) and now - self.began < max(each.state.silence_s for each in here):
             missing = "the meeting point is new, others may still come to it"
         elif seats:
             room.line = f"{state.number}.{secrets.token_hex(8)}"
             room.seats = sorted((seen.state for seen in seats), key=lambda seat: seat.name)
-        called = state.header is None and any(now - seen.since > seen.state.call for seen in seats)
+        called = state.header is None and any(now - seen.since > seen.state.call_s for seen in seats)
         return {"called": called and not room.line, "missing": missing}
 
     def _here(self, number: int, now: float) -> list[Seen]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megazero.comm.rooms.channel import FRAME, WORDS, Address, Buffer, Channel, reach
+from megazero.comm.rooms.channel import FRAME, Address, Buffer, Channel, reach
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Shelf:
             if shown := self._shown.get(request["get"]):
                 shown.readers += 1
         if shown is None:
-            channel.say({"absent": request["get"]})
+            channel.say({"size": None})
             return
         try:
             channel.say({"size": shown.piece.size})
@@ -88,39 +88,24 @@ class Shelf:
                 shown.readers -= 1
 
 
-def fetch(
-    name: str, sources: Sequence[Address], secret: bytes, silence_s: float, memory: Callable[[int], Buffer]
-) -> memoryview:
-    """Return the bytes of a name, from the first of the sources that has them, and on with the next where it ends.
+def fetch(name: str, sources: Sequence[Address], secret: bytes, silence_s: float, out: Buffer) -> None:
+    """Fill ``out`` with the bytes of a name, from the first of the sources that has them, and on with the next.
 
-    memory: takes their number and returns where they go; it raises ValueError for a number that cannot be.
-    Raises LookupError when no source gives any more: each is lost, was silent for ``silence_s``, or has none.
+    Raises LookupError when no source gives any more: each is lost, was silent for ``silence_s``, or has none of this
+    name and size.
     """
-    order, failed, why = deque(sources), 0, f"nobody shows {name}"
-    view: memoryview | None = None
-    at = 0
-    while view is None or at < len(view):
+    view = memoryview(out).cast("B")
+    order, failed, at, why = deque(sources), 0, 0, "no source"
+    while at < len(view):
         if failed == len(order):
-            raise LookupError(why)
+            raise LookupError(f"{name}: {why}")
         try:
             with reach(order[0], secret, silence_s) as channel:
-                said = channel.ask({"get": name, "from": at})
-                if "absent" in said:
-                    raise LookupError(f"{name} is not there")
-                view = memoryview(memory(said["size"])).cast("B") if view is None else view
-                if len(view) != said["size"]:
-                    raise ValueError(f"{name} has {said['size']} bytes where {len(view)} are due")
+                if channel.ask({"get": name, "from": at}) != {"size": len(view)}:
+                    raise LookupError(f"not there with {len(view)} bytes")
                 while at < len(view):
                     channel.receive_into(part := view[at : at + FRAME])
                     at, failed = at + len(part), 0
         except (OSError, ValueError, LookupError) as error:
             why, failed = f"{order[0][0]}:{order[0][1]}: {error}", failed + 1
             order.rotate(-1)
-    return view
-
-
-def words(size: int) -> bytearray:
-    """Return memory for a short text. Raises ValueError if it is none."""
-    if not 0 <= size <= WORDS:
-        raise ValueError(f"a text of {size} bytes where at most {WORDS} are due")
-    return bytearray(size)
