@@ -76,6 +76,7 @@ def forms() -> Iterator[tuple[Branch, Branch]]:
         mean = Branch(1, 32, 0.7, 0.5, replicas=replicas)
         yield mean, mean
         yield replace(mean, apart=True), mean
+        yield replace(mean, rate=1.0), mean
     for size, interval, seeds in FORMS:
         for seed in seeds:
             four = Branch(seed, interval, 0.7, 0.5, "INT4", size=size)
