@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector
 
 from benchmarks.harness import Taken, device
 from benchmarks.links import pipelines, volume
@@ -47,12 +45,11 @@ from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Traffic
 from megazero.config import World, make_config, resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
-from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.options.sections import ZeroConfig
 from megazero.moe import ExpertParallel
 from megazero.patches.options import MessageOptions, read_words
 from megazero.plan.communication import OF_ROUNDING, SCALARS
 from megazero.train.distributed import make_mesh
-from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
 from tests.bytes_across import Across
 
@@ -62,7 +59,6 @@ MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
 PLAIN = replace(MIXED, zero_gradient_transform="none")
 DELTA, INT8 = asked_for(PLAIN), asked_for(replace(PLAIN, zero_quantized_weights_delta=False))
 EXPERTS = "experts"  # the heat that trains a mixture
-INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
 
 @dataclass(frozen=True)
@@ -164,25 +160,6 @@ def configured(tp: int = 1, shared: bool = False, **options: Any) -> Contestant:
     return Contestant(build, sent)
 
 
-def outer_steps(**options: Any) -> Contestant:
-    """Make a contestant with a replica on each node, inside which only the optimizer is sharded. options: of
-    OuterConfig."""
-    config = OuterConfig(outer_interval=INTERVAL, **options)
-
-    def build(shape: Shape, ranks_per_node: int) -> Running:
-        policy = Policy(outer=make_outer(config))
-        step, engine = ours((1, 1, ranks_per_node), shape, ranks_per_node, device(), policy)
-        return Running(step, engine.traffic)
-
-    return Contestant(
-        build,
-        lambda case: volume.outer(config, case)[0],
-        interval=INTERVAL,
-        lead=config.outer_delay,
-        most=lambda case: volume.outer(config, case)[1],
-    )
-
-
 def replicated(shape: Shape, once: bool, group: dist.ProcessGroup | None = None) -> tuple[Step, AdamW]:
     """Return a step of DDP over ``group``, by default all ranks, and its optimizer."""
     where = device()
@@ -198,48 +175,6 @@ def ddp(*, once: bool = False) -> Contestant:
         return Running(replicated(shape, once)[0])
 
     return Contestant(build, partial(volume.ddp, once=once))
-
-
-def diloco(dtype: torch.dtype = torch.float32) -> Contestant:
-    """DiLoCo (arXiv 2311.08105, algorithm 1) with torch's collectives: DDP inside a node, and the outer step by the
-    first rank of each, which then tells its node.
-
-    dtype: of the outer gradients that cross.
-    """
-
-    def build(shape: Shape, ranks_per_node: int) -> Running:
-        nodes = dist.get_world_size() // ranks_per_node
-        mesh = _kept_mesh(world_group(), device().type, (nodes, ranks_per_node))
-        across, inside = mesh.get_group("replicate"), mesh.get_group("shard")
-        inner, optimizer = replicated(shape, True, inside)
-        anchor = parameters_to_vector(optimizer.held).detach().clone()
-        outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
-
-        @torch.no_grad()
-        def meet() -> None:
-            if dist.get_rank(inside) == 0:
-                moved = (anchor - parameters_to_vector(optimizer.held)).to(dtype)
-                dist.all_reduce(moved, group=across)
-                anchor.grad = moved.to(anchor.dtype) / nodes
-                outer.step()
-            dist.broadcast(anchor, group=inside, group_src=0)
-            values = anchor.split([p.numel() for p in optimizer.held])
-            for own, p, value in zip(optimizer.held, optimizer.parameters, values, strict=True):
-                own.copy_(value.view_as(own))
-                p.copy_(own)
-
-        steps = count(1)
-
-        def step() -> Taken:
-            taken = inner()
-            if next(steps) % INTERVAL == 0:
-                meet()
-            return taken
-
-        return Running(step)
-
-    meeting = partial(volume.diloco, width=float(dtype.itemsize))
-    return Contestant(build, lambda case: meeting(case) / INTERVAL, interval=INTERVAL, most=meeting)
 
 
 @cache
@@ -421,11 +356,6 @@ CONTESTANTS: dict[str, Contestant] = {
     "DDP once": ddp(once=True),
     "DeepSpeed ZeRO-1": deepspeed_zero(1),
     "DeepSpeed ZeRO-3": deepspeed_zero(3),
-    "megazero outer": outer_steps(),
-    "megazero outer INT4": outer_steps(outer_bits=4),
-    "megazero outer INT4 late": outer_steps(outer_bits=4, outer_delay=3),
-    "DiLoCo": diloco(),
-    "DiLoCo bf16": diloco(torch.bfloat16),
     **PIPELINES,
 }
 
@@ -450,10 +380,6 @@ HEATS = {
     EXPERTS: (
         *("megazero zeropp as a run", "megazero zeropp EP", "megazero zeropp TP", "megazero hpz EP"),
         *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
-    ),
-    "outer": (
-        *("megazero outer", "megazero outer INT4", "megazero outer INT4 late", "DiLoCo", "DiLoCo bf16"),
-        *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
     ),
     "pipelines": tuple(PIPELINES),
 }

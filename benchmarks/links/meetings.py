@@ -2,9 +2,9 @@
 
     python -m benchmarks.links.meetings --rate 100mbit --kills 30
 
-Three launches of two ranks and the meeting point lie in namespaces of their own. A launch is a vector; between meetings it
-sleeps, in a meeting it brings random numbers and takes the mean. Each scenario prints what the survivors' meetings took
-beside those before, and checks that all launches' anchors have the same bits in every meeting.
+Three launches of two ranks and the meeting point lie in namespaces of their own. A launch is a vector; between
+meetings it sleeps, in a meeting it brings random numbers and takes the mean. Each scenario prints what the survivors'
+meetings took above a usual one, and all launches' anchors must have the same bits after every meeting.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from megazero.comm.rooms import channel
 from megazero.comm.rooms.channel import Refused
-from megazero.comm.rooms.member import Anchor, Member, Met, Offer, RoomLost, RoomSettings, Standing
-from megazero.comm.rooms.shelf import Piece
+from megazero.comm.rooms.member import Fetched, Member, Met, Offer, RoomLost, RoomSettings, Standing
+from megazero.comm.rooms.shelf import Shown
 from megazero.mesh.objects import gather_objects
 from tests import ROOT
 from tests.netlab.lab import SOCKETS, Lab
@@ -40,7 +40,7 @@ from tests.netlab.lab import SOCKETS, Lab
 SETTINGS = ("least", "call_s", "patience_s", "silence_s", "give_up_s", "journal")
 
 
-class Launch:
+class BareLaunch:
     """A rank of a launch whose anchor is a vector for each wire. Tells what happens in lines of JSON."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -75,9 +75,9 @@ class Launch:
         digests = {wire: hashlib.sha256(view).hexdigest() for wire, view in views.items()}
         parts = sorted(part for rank in gather_objects([*digests.items()]) for part in rank)
         self.hash = hashlib.sha256(f"{parts}".encode()).hexdigest()[:8]
-        return Offer(digests, b"about", {wire: Piece.of(view) for wire, view in views.items()})
+        return Offer(digests, b"about", {wire: Shown.of(view) for wire, view in views.items()})
 
-    def take(self, step: Met | Anchor) -> None:
+    def take(self, step: Met | Fetched) -> None:
         with self.member.changing():
             for wire, anchor in self.anchors.items():
                 if isinstance(step, Met):
@@ -106,12 +106,12 @@ class Launch:
         return {wire: torch.randn(count, generator=maker).view(torch.uint8) for wire, maker in makers.items()}
 
     def train(self) -> None:
-        """Meet for ever; between meetings come steps of ``step_s`` seconds, as many as are not cut short by a call."""
+        """Meet for ever; between meetings come steps of ``step_s`` seconds, fewer after a call."""
         load = self.options.load
         self.member.join(Standing(**json.loads(Path(load).read_text())) if load else Standing(), self.offer())
         self.catch_up()
         while True:
-            for steps in range(1, self.options.steps + 1):
+            for steps in range(1, self.options.steps + 1):  # noqa: B007
                 time.sleep(self.options.step_s)
                 if gather_objects(self.member.called())[0]:
                     break
@@ -132,9 +132,9 @@ class Launch:
 @contextmanager
 def dying(where: str, number: int) -> Iterator[None]:
     """Kill this process at a frame of a message, in a meeting of this number or more: 'NUMBER:FRAME'."""
-    plain, count = channel.Channel.receive_into, 0
+    plain, count = channel.SealedChannel.receive_into, 0
 
-    def counted(self: channel.Channel, *arguments: Any) -> None:
+    def counted(self: channel.SealedChannel, *arguments: Any) -> None:
         nonlocal count
         count += len(arguments[0]) > 10_000
         if count > int(where.partition(":")[2]):
@@ -142,11 +142,11 @@ def dying(where: str, number: int) -> Iterator[None]:
         plain(self, *arguments)
 
     if where and number >= int(where.partition(":")[0]):
-        channel.Channel.receive_into = counted  # type: ignore[method-assign]
+        channel.SealedChannel.receive_into = counted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        channel.Channel.receive_into = plain  # type: ignore[method-assign]
+        channel.SealedChannel.receive_into = plain  # type: ignore[method-assign]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -168,8 +168,8 @@ class Site:
 
     def start(self, *words: str) -> None:
         environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **SOCKETS}
-        process = self.node.start([sys.executable, "-m", *words], environ)
-        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        self.process = self.node.start([sys.executable, "-m", *words], environ)
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen) -> None:
         for line in process.stdout:
@@ -177,6 +177,8 @@ class Site:
 
     def signal(self, name: str) -> None:
         subprocess.run([*self.node.inside, "sh", "-c", f"kill -{name} -1"], check=False)
+        if name == "CONT":
+            self.process.send_signal(signal.SIGCONT)  # nsenter stops itself with its child
 
     def link(self, way: str) -> None:
         """Cut the link, or bring it back: up, down."""
@@ -290,7 +292,8 @@ def measure(options: argparse.Namespace) -> None:
     with Lab(4, options.rate) as lab, tempfile.TemporaryDirectory() as folder:
         stage = Stage(lab, options, Path(folder))
         print(
-            f"| {options.rate}, {2 * options.bytes:,} bytes a launch | others lose, s | it is back after, s |\n|---|---|---|"
+            f"| {options.rate}, {2 * options.bytes:,} bytes a launch | others lose, s | it is back after, s |\n"
+            "|---|---|---|"
         )
         for name, event, times in (
             ("SIGKILL in a meeting", stage.kill, options.kills),
@@ -312,7 +315,7 @@ def main() -> int:
     options = parser().parse_args()
     if options.replica:
         try:
-            Launch(options).train()
+            BareLaunch(options).train()
         except (Refused, RoomLost) as error:
             told = {"at": time.time(), "event": type(error).__name__, "why": f"{error}"}
             print(json.dumps(told), flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
@@ -19,10 +18,10 @@ from megazero.mesh.sealed import BYTES, made_secret
 USAGE = """usage: megazero meet --port PORT [--secret-file FILE]
        megazero meet --port 29600 --secret-file run.secret
 
-Runs the meeting point of the launches that train with --outer-meet HOST:PORT, one for each run, until SIGTERM or Ctrl-C.
-Launches find a point again that was started anew. FILE holds the run's secret, for this host and the launches; it is
-made if it is missing. Without it the point is for launches on this host alone. Exit status 0: it was ended; 2: a flag or the
-port is wrong.
+Runs the meeting point of the launches that train with --outer-meet HOST:PORT, one for each run, until SIGTERM or
+Ctrl-C. Launches find a point again that was started anew. FILE holds the run's secret, for this host and the
+launches; it is made if it is missing. Without it the point is for launches on this host alone. Exit status 0: it
+was ended; 2: a flag or the port is wrong.
 """
 EVERY_S = 60.0  # between two lines that say who is there
 
@@ -45,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
 def meet(options: MeetOptions) -> int:
     """Run the point until a signal ends it. Raises ValueError if the port or the file cannot be had."""
     say = partial(print, flush=True)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     secret = _secret(options.secret_file) if options.secret_file else b""
     try:
         point = Point(options.port, secret, lambda host: say(f"refused: {host} has another secret"))
     except OSError as error:
         raise ValueError(f"--port {options.port}: {error.strerror}; choose a free port") from error
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     with point:
         where = socket.gethostname() if secret else "127.0.0.1"
         say(f"launches meet here: --outer-meet {where}:{point.port}")

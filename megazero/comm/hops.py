@@ -37,8 +37,8 @@ class Traffic:
     """Counters of the bytes that this rank sends, and of its messages, keyed by (hop kind, link class).
 
     A message is what a collective sends to all peers, or a send between stages. The hop kinds are 'refresh',
-    'gather', 'reduce', 'update', 'tp', 'cp', 'ep', 'pp' and 'scalar'. The link classes are those of mesh/levels.py. A collective over an axis of size a with a message of m bytes
-    per peer sends (a - 1) * m bytes.
+    'gather', 'reduce', 'update', 'tp', 'cp', 'ep', 'pp' and 'scalar'. The link classes are those of mesh/levels.py. A
+    collective over an axis of size a with a message of m bytes per peer sends (a - 1) * m bytes.
     """
 
     def __init__(self, links: Sequence[str] = links_of()) -> None:

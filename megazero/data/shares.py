@@ -3,8 +3,8 @@
 A share is some ranges of sample numbers, which one replica trains on between two meetings. A meeting takes back what
 was not used, and deals anew, in order of names: first what was left over, then on from the highest number dealt. So
 every sample is dealt once, but for those of a replica that is lost, which are dealt again. A blend's order keeps each
-member's count within a sample of its weight's, so in a share of n samples that lies in k ranges no member is more than
-2k samples off, whatever the number of replicas and the period of the blend.
+member's count within a sample of its weight's, so in a share of n samples that lies in k ranges no member is more
+than 2k samples off, whatever the number of replicas and the period of the blend.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class Grid:
 
     @property
     def round_axes(self) -> tuple[AxisSpec, AxisSpec]:
-        """Return the ranks whose micro-batches are a round, inside a node and across: those with the same part of other
-        samples, at the same stage."""
+        """Return the ranks whose micro-batches are a round, inside a node and across: those with the same part of
+        other samples, at the same stage."""
         inside, stride = max(1, self._data_ranks[0] // self.cp), self.dp_stride * self.cp
         return (
             _spec(self.levels, "round_intra", "round", inside, stride),
@@ -458,12 +458,12 @@ def make_grid(
 ) -> Grid:
     """Cut the world into named axes.
 
-    ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients,
-    optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
-    role and link, e.g. 'os_inter', and at most one of each exists. ``cp`` data-parallel ranks in a row share samples,
-    ``cp_keys`` groups of which gather keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. ``level_sizes`` are the nodes in each
-    level between node and cluster (levels.py). Raises ValueError for sizes that do not divide and for factors that
-    are illegal.
+    ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients, optimizer
+    states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by role and link,
+    e.g. 'os_inter', and at most one of each exists. ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
+    groups of which gather keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. ``level_sizes``
+    are the nodes in each level between node and cluster (levels.py). Raises ValueError for sizes that do not divide
+    and for factors that are illegal.
     """
     levels = make_levels(world_size, ranks_per_node, level_sizes)
     d, near = world_size // (tp * pp), data_ranks(levels, tp, pp, dp_outermost)

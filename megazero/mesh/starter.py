@@ -54,8 +54,8 @@ def start_ranks(
     good: Collection[int] = (0,),
     grace: float = GRACE_S,
 ) -> int:
-    """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status. ``device`` is their --device.
-    The rest: ``start_all``.
+    """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status. ``device`` is their
+    --device. The rest: ``start_all``.
     """
     ours = {"OMP_NUM_THREADS": "1", **(allocator_settings(os.environ) if computes_on_host(device) else {})}
     port = free_port()
@@ -72,8 +72,9 @@ def start_all(
     """Run commands with their environments, as ranks, wait for all of them and return the exit status.
 
     Signals are forwarded to every rank once: ranks have their own process groups, so the terminal's Ctrl-C does not
-    reach them a second time. If this process is killed, the kernel kills them, too (Linux). ``good`` are the statuses of ranks that did not fail.
-    Once a rank has failed, the others have ``grace`` seconds to report what they know of it; then they are ended.
+    reach them a second time. If this process is killed, the kernel kills them, too (Linux). ``good`` are the statuses
+    of ranks that did not fail. Once a rank has failed, the others have ``grace`` seconds to report what they know of
+    it; then they are ended.
 
     The status is the first that is not 0. A rank's own status precedes the signal of a killed one, which counts as
     128 plus its number, as in a shell.

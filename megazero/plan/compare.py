@@ -195,7 +195,8 @@ def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
     if not counts:
         raise ConfigError(
             [
-                f"--loss-policy {OUTER_POLICY}: replicas are groups of nodes, and {cluster.nodes} node{'s' * (cluster.nodes > 1)} and a batch of {batch} have no common divisor"
+                f"--loss-policy {OUTER_POLICY}: replicas are groups of nodes that share the batch, and {cluster.nodes} "
+                f"and {batch} have no common divisor"
             ]
         )
     return counts

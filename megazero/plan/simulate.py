@@ -236,7 +236,8 @@ def _outer_seconds(layout: Layout, outer: OuterConfig, step: float) -> float:
 
 
 def meeting_seconds(layout: Layout) -> float:
-    """Return the seconds of a meeting: the others' messages come to all ranks, which wait for the slowest stage then."""
+    """Return the seconds of a meeting: the others' messages come to all ranks, which wait for the slowest stage
+    then."""
     _, received = layout.bytes_of_meetings
     return layout.base.cluster.met_seconds(received) + max(
         _meeting(layout, rank) for rank in range(layout.base.pp)

@@ -49,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
             beginning = read_beginning(config.values())
             config = begun(config, world, beginning)
             if ranks is None and local_replicas(config.outer):
-                raise ConfigError([f"--outer-meet {LOCAL}:R starts replicas on this machine: give --nproc-per-node N"])
+                raise ConfigError(
+                    [f"--outer-meet {LOCAL}:R starts replicas on this machine: give --nproc-per-node N"]
+                )
             _refuse_missing_data(config)
             make_folders(config)
     except (ConfigError, OSError) as error:
@@ -65,9 +67,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start_replicas(
-    config: RunConfig, argv: Sequence[str], flags: Sequence[str], count: int, ranks: int, good: Collection[int]
+    config: RunConfig,
+    argv: Sequence[str],
+    flags: Sequence[str],
+    count: int,
+    ranks: int,
+    good: Collection[int],
 ) -> int:
-    """Start so many replicas of this run on this machine, each a launch with folders of its own, and where they meet."""
+    """Start so many replicas of this run on this machine, each a launch with folders of its own, and where they
+    meet."""
     options = config.checkpoint
     with Point(0, b"") as point:
         commands = []
@@ -79,7 +87,9 @@ def _start_replicas(
             own |= {"save": f"{Path(options.save) / name}"} if options.save else {}
             if options.load and (options.load == options.save or (Path(options.load) / name).is_dir()):
                 own |= {"load": f"{Path(options.load) / name}"}
-            words = [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", f"{value}")]
+            words = [
+                word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", f"{value}")
+            ]
             start = ["--nproc-per-node", f"{ranks}"]
             commands.append(([*own_command(argv), *flags, *words, *start], os.environ))
         return start_all(commands, good=good)

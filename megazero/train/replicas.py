@@ -1,10 +1,11 @@
-"""Replicas of a run: when this one meets the others, what it takes from a meeting, and which samples it trains on then.
+"""Replicas of a run: when this one meets the others, what it takes from a meeting, and which samples it trains on
+then.
 
-A replica is a launch (--outer-meet). Who meets and how bytes cross is comm/rooms's affair; what becomes of the weights
-zero/outer.py's. A meeting counts what each replica has trained on, and deals shares of the samples that follow
-(data/shares.py), all as functions of the seats' headers, so that every replica comes to the same. A share lasts for
---outer-interval steps; who is called meets before its end. With --outer-delay T the message leaves T steps before the
-end, and is taken up there; what is learned meanwhile is dropped.
+A replica is a launch (--outer-meet). Who meets and how bytes cross is comm/rooms's affair; what becomes of the
+weights zero/outer.py's. A meeting counts what each replica has trained on, and deals shares of the samples that
+follow (data/shares.py), all as functions of the seats' headers, so that every replica comes to the same. A share
+lasts for --outer-interval steps; who is called meets before its end. With --outer-delay T the message leaves T steps
+before the end, and is taken up there; what is learned meanwhile is dropped.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ class Replicas:
         batches.go_to({**batches.state, "left": self.share})
 
     def _catch_up(self) -> bool:
-        """Take up the meetings of others, or their anchor, until this replica is where they are. Whether it was not."""
+        """Take up the meetings of others, or their anchor, until this replica is where they are. Whether it was
+        not."""
         behind = False
 
         def memory() -> dict[int, torch.Tensor]:

@@ -43,7 +43,8 @@ from megazero.train.state.saver import Saver
 from megazero.zero import Engine, StepInfo
 
 # The trainer's numbers in the exchange of a step. loss: the sum over this rank's tokens; 0 on ranks that compute no
-# loss. save_part_ended: 1 if this rank's part of a save has ended. called: 1 on the first rank if other replicas wait.
+# loss. save_part_ended: 1 if this rank's part of a save has ended. called: 1 on the first rank if other replicas
+# wait.
 OWN_NUMBERS = ("loss", "save_part_ended", "called")
 
 

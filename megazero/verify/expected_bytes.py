@@ -62,8 +62,8 @@ class ExpectedBytes:
     ) -> dict[str, int]:
         """Return 'kind_link_bytes' -> bytes of a rank in a step, which is counted from 0 and is not the run's first.
 
-        after_save: the run saved just before this step. Under the delta refresh a save brings every copy up to date. rows: those that it
-        exchanged with the ranks that share the experts.
+        after_save: the run saved just before this step. Under the delta refresh a save brings every copy up to date.
+        rows: those that it exchanged with the ranks that share the experts.
         """
         sizes = BatchSizes.of(self.config, self.grid.batch_ranks)
         count = sizes.micro_batches(sizes.consumed_after(step))

@@ -233,11 +233,11 @@ class Engine:
         With ``write``, writes are kept, also through ``.data``, and if the block then raises. If a parameter with
         rounded weights is written in part, the rest of its rounded values becomes master weights too. Each end of
         such a block takes one pass over the values and no memory of their size. Without ``write`` a write through
-        ``.data`` is not seen, and is lost on some layouts. Clone values that must outlive the block: a numpy
-        view of a parameter would pin its storage, which is then freed. Raises RuntimeError when the block ends, for a
-        write without ``write`` (``begin_step`` is then refused until a block with it has ended), for ranks that wrote
-        different values, and for a parameter that got other data. With outer steps nothing can be written: the next one
-        would pull it back.
+        ``.data`` is not seen, and is lost on some layouts. Clone values that must outlive the block: a numpy view of
+        a parameter would pin its storage, which is then freed. Raises RuntimeError when the block ends, for a write
+        without ``write`` (``begin_step`` is then refused until a block with it has ended), for ranks that wrote
+        different values, and for a parameter that got other data. With outer steps nothing can be written: the next
+        one would pull it back.
         """
         self._between_steps("gathered()")
         if write and self.policy.outer is not None:

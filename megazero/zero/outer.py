@@ -310,7 +310,8 @@ class OuterSteps(StepPart):
     # -- the anchor as bytes -------------------------------------------------------------------------
 
     def _slices(self, wire: int) -> Iterator[Tensor]:
-        """Yield what the anchor holds of a wire, 1-D: of the units that move values and momentum, then the buffers."""
+        """Yield what the anchor holds of a wire, 1-D: of the units that move values and momentum, then the
+        buffers."""
         for unit in self._moving:
             for held in self.anchors[unit].shared:
                 for rows in Slice(unit.layout, held, unit.axes.os).rows(unit.axes.all, self.outer.wires):

@@ -19,7 +19,8 @@ LIFETIMES = ("use", "step", "resident")
 class Outer:
     """How replicas' outer steps are taken (outer.py).
 
-    momentum, nesterov: of the outer optimizer, which is SGD; its rate comes with each step. codec: the format of outer
+    momentum, nesterov: of the outer optimizer, which is SGD; its rate comes with each step. codec: the format of
+    outer
         gradients; None sends them as they are. feedback: the share of what rounding lost that is added to the next
         outer gradient. wires: messages of each rank, above 1 where another replica has as many more data-parallel
         ranks.

@@ -101,8 +101,8 @@ def save_replica_records(engine: Engine, placements: Mapping[str, Places] | None
 def load_replica_records(
     engine: Engine, placements: Mapping[str, Places] | None = None, optimizer: bool = True
 ) -> list[SliceRecord]:
-    """Return the places into which a load of such a checkpoint writes. Call ``engine.invalidate(anchored=True)`` after
-    it."""
+    """Return the places into which a load of such a checkpoint writes. Call ``engine.invalidate(anchored=True)``
+    after it."""
     assert engine.outer is not None
     records = [_of_replica(record) for record in load_records(engine, placements, optimizer)]
     for unit, anchor in engine.outer.anchors.items():

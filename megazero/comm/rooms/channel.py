@@ -1,8 +1,8 @@
-"""Frames over TCP that only those who know the secret can write: 4 bytes of length, the payload, 32 bytes of HMAC-SHA256.
+"""Frames over TCP that only those who know the secret can write: length (4 bytes), payload, HMAC-SHA256 (32 bytes).
 
-Both sides send a nonce first. The key of a connection is made of both and the secret, and each frame is sealed with its
-direction and number, so nothing of another connection, place or direction passes. A frame is checked before it is used,
-its length before memory is taken. Requests and answers are JSON.
+Both sides send a nonce first. The key of a connection is made of both and the secret, and each frame is sealed with
+its direction and number, so nothing of another connection, place or direction passes. A frame is checked before it is
+used, its length before memory is taken. Requests and answers are JSON.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from megazero.bounded import load_json
@@ -31,7 +32,7 @@ class Refused(ValueError):
     """This launch may not take part; the message says why."""
 
 
-class Channel:
+class SealedChannel(AbstractContextManager["SealedChannel"]):
     """One end of a connection. Every wait for a byte ends after the socket's timeout (an OSError)."""
 
     def __init__(self, sock: socket.socket, secret: bytes, *, asks: bool) -> None:
@@ -86,9 +87,6 @@ class Channel:
     def close(self) -> None:
         self.socket.close()
 
-    def __enter__(self) -> Channel:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -109,11 +107,11 @@ class Channel:
             view = view[count:]
 
 
-def reach(address: Address, secret: bytes, silence_s: float) -> Channel:
+def reach(address: Address, secret: bytes, silence_s: float) -> SealedChannel:
     """Connect. Raises OSError, within ``silence_s`` for each step, or Refused."""
     sock = socket.create_connection(address, timeout=silence_s)
     try:
-        return Channel(sock, secret, asks=True)
+        return SealedChannel(sock, secret, asks=True)
     except BaseException as error:
         sock.close()
         if isinstance(error, Refused):
@@ -130,16 +128,16 @@ def own_host(peer: Address) -> str:
 
 
 class Listener:
-    """Answers requests at a port of every address of this host, or without a secret of 127.0.0.1 alone. Each connection
-    has a thread of its own.
+    """Answers requests, each connection in a thread of its own: at every address of this host, or without a secret
+    at 127.0.0.1 alone.
     """
 
     def __init__(
         self,
         port: int,
         secret: bytes,
-        answer: Callable[[Channel, Any], None],
-        ended: Callable[[Channel], None] = lambda channel: None,
+        answer: Callable[[SealedChannel, Any], None],
+        ended: Callable[[SealedChannel], None] = lambda channel: None,
         refused: Callable[[str], None] = lambda host: None,
     ) -> None:
         """port: 0 is a free one. answer: called with a channel and a request. refused: with a stranger's host."""
@@ -164,14 +162,17 @@ class Listener:
             try:
                 sock, (host, *_) = self._socket.accept()
             except OSError:
-                return
+                if self._socket.fileno() < 0:  # closed; else this process has too many files open
+                    return
+                time.sleep(0.1)
+                continue
             threading.Thread(target=self._serve, args=(sock, host), daemon=True, name="rooms").start()
 
     def _serve(self, sock: socket.socket, host: str) -> None:
         with sock, suppress(OSError, ValueError):
             sock.settimeout(HELLO_S)
             try:
-                channel = Channel(sock, self._secret, asks=False)
+                channel = SealedChannel(sock, self._secret, asks=False)
             except Refused:
                 self._refused(host)
                 return

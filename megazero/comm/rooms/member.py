@@ -1,8 +1,9 @@
-"""One launch's side of the rooms. Rank 0, the leader, talks with the meeting point; every rank shows its own wires' bytes and
-fetches those of the same wires. Methods marked "Collective" are called on all ranks of the launch alike.
+"""A launch's side of the rooms. Rank 0, its leader, talks with the meeting point; every rank shows its own wires'
+bytes and fetches others' of the same wires. Methods marked "Collective" are called on all ranks of the launch
+alike.
 
-A wire is a slice of the model that every launch cuts alike (with equal layouts: a rank's), by a number. A message of a wire
-has the same number of bytes in every launch and meeting.
+A wire is a slice of the model that every launch cuts alike (with equal layouts: a rank's), by a number. Messages of a
+wire have the same number of bytes in every launch and meeting.
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ from typing import Any, Self
 
 import torch
 
-from megazero.comm.rooms.channel import Address, Channel, Listener, Refused, own_host, reach
-from megazero.comm.rooms.point import State
-from megazero.comm.rooms.shelf import Piece, Shelf, fetch
+from megazero.comm.rooms.channel import Address, Listener, Refused, SealedChannel, own_host, reach
+from megazero.comm.rooms.point import Post
+from megazero.comm.rooms.shelf import Shelf, Shown, fetch
 
-POST_S, LOOK_S = (
-    0.05,
-    0.5,
-)  # between two posts in a meeting; the longest that ranks wait for the leader's word
+POST_S = 0.05  # between two posts in a meeting
+LOOK_S = 0.5  # that ranks wait for the leader's word, at most
 HEADER = 4096  # bytes
 STREAMS = 16  # fetches at a time
 TOLD = ("name", "same", "least", "call_s", "patience_s", "silence_s")  # what the point knows of the settings
@@ -45,12 +44,12 @@ class RoomLost(RuntimeError):
 class RoomSettings:
     """Where and with whom a launch meets.
 
-    point: host and port of ``megazero meet``. name: this launch's; seats are in order of names. secret: of the run; empty
-    only for a point on this host. same: what has to be equal in all launches, by the words in which a refusal names it.
-    least: fewer do not meet; 0: more than half of those of the last meeting, or just half with the lowest name of them.
-    Seconds: call_s: that a launch sits in a room before the others are called to it; patience_s: before it meets
-    without them; silence_s: without a byte, after which a launch counts as dead; give_up_s: that anything is waited for.
-    journal: meetings whose messages are kept for launches that are behind.
+    point: host and port of ``megazero meet``. name: this launch's; seats are in order of names. secret: the run's;
+    empty only for a point on this host. same: what has to be equal in all launches, by the words in which a refusal
+    names it. least: fewer do not meet; 0: more than half of those of the last meeting, or half with the lowest name
+    of them. Seconds: call_s, that a launch sits in a room before it calls the others; patience_s, before it meets
+    without them; silence_s, without a byte, after which a launch counts as dead; give_up_s, that anything is waited
+    for. journal: meetings whose messages are kept for launches that are behind.
     """
 
     point: Address
@@ -80,13 +79,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Offer:
-    """What this rank shows of its anchor. digests: by wire, a hash of the slice. about: the launch's words on the anchor,
-    the same on all its ranks. pieces: by wire, its bytes, which rest until ``changing``.
+    """What this rank shows of its anchor. digests: by wire, a hash of the slice. about: rank 0's words on the
+    anchor, at most HEADER bytes. pieces: by wire, its bytes, which rest until ``changing``.
     """
 
     digests: Mapping[int, str]
     about: bytes = b""
-    pieces: Mapping[int, Piece] = field(default_factory=dict)
+    pieces: Mapping[int, Shown] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Met:
 
 
 @dataclass(frozen=True)
-class Anchor:
+class Fetched:
     """Another launch's anchor, after meeting number - 1; its bytes are in the memory that was given for them."""
 
     number: int
@@ -121,7 +120,7 @@ class Anchor:
 class Pulse(threading.Thread):
     """Posts the leader's state, again and again, and keeps the view that it got last. A lost point is looked for."""
 
-    def __init__(self, settings: RoomSettings, state: State) -> None:
+    def __init__(self, settings: RoomSettings, state: Post) -> None:
         super().__init__(daemon=True, name="pulse")
         self._settings, self._state, self._serial = settings, state, 0
         self._view: dict[str, Any] = {"missing": f"no answer yet of the meeting point {settings.point}"}
@@ -156,9 +155,9 @@ class Pulse(threading.Thread):
 
     def run(self) -> None:
         settings = self._settings
-        channel: Channel | None = None
+        channel: SealedChannel | None = None
         patience = min(settings.silence_s / 2, 5.0)  # for an answer: a link that was cut is tried anew
-        seldom = min(settings.silence_s / 5, settings.call_s / 4, 1.0)
+        seldom = min(settings.silence_s / 20, settings.call_s / 4)
         while not self._closed:
             with self._changed:
                 state, serial = self._state, self._serial
@@ -180,11 +179,6 @@ class Pulse(threading.Thread):
             channel.close()
 
 
-def alone(value: Any) -> list[Any]:
-    """Return the values of all ranks of a launch that has one."""
-    return [value]
-
-
 class Member:
     """A launch, as its rank sees it. A context: it closes at the end, which to the others looks like a crash."""
 
@@ -193,12 +187,12 @@ class Member:
         settings: RoomSettings,
         wires: Mapping[int, int],
         *,
-        gather: Callable[[Any], list[Any]] = alone,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
         leader: bool = True,
         port: int = 0,
         on_wait: Callable[[str], None] = lambda missing: None,
     ) -> None:
-        """Collective. wires: this rank's, with the bytes of a message. gather: of plain values, by rank; rank 0 leads.
+        """Collective. wires: this rank's, with the bytes of a message. gather: returns a plain value of every rank.
 
         port: at which this rank shows its bytes; 0: a free one. on_wait: called every LOOK_S in every wait, on every
         rank, with what is missing, or "" while bytes are on their way.
@@ -221,11 +215,11 @@ class Member:
         self.standing = standing
         known = {key: getattr(self.settings, key) for key in TOLD} | asdict(standing) | self._show(offer)
         if self._leader:
-            self._pulse = Pulse(self.settings, State(id=self.id, wires=self._addresses, **known))
+            self._pulse = Pulse(self.settings, Post(id=self.id, wires=self._addresses, **known))
         self.standing = replace(standing, run=self._follow(lambda view: True)["run"])
         self._post(run=self.standing.run)
 
-    def commit(self, step: Met | Anchor, offer: Offer) -> None:
+    def commit(self, step: Met | Fetched, offer: Offer) -> None:
         """Stand where a step leads, which has been written to the anchor. Collective.
 
         The launches' digests are compared: the next call of a method raises Refused if they differ.
@@ -244,7 +238,7 @@ class Member:
         return self._shelf.changing()
 
     def leave(self) -> None:
-        """End in good order: once those of the last meeting have its bytes, nobody waits for this launch. Collective."""
+        """End in good order, once nobody that lives is behind this launch: nobody will wait for it. Collective."""
         began = time.monotonic()
         with suppress(RoomLost, Refused):
             self._post()
@@ -267,19 +261,18 @@ class Member:
     # -- meetings --------------------------------------------------------------------------------------
 
     def called(self) -> bool:
-        """Return whether others sit in the room and wait for this launch. At once; False on all ranks but the leader."""
+        """Return at once whether others sit and wait for this launch; False on all ranks but the leader."""
         return self._pulse is not None and self._pulse.called
 
     def meet(self, header: bytes, messages: Mapping[int, torch.Tensor]) -> Met | None:
         """Meet the others. Collective. It is done when this returns: commit it.
 
         header: at most HEADER bytes that every launch gets. messages: uint8, of this rank's wires; they stay in the
-        journal, so nobody may write to them. None: the others have met without this launch, and it has ``missed`` them.
-        Raises RoomLost after ``give_up_s``, Refused if the anchors differ.
+        journal, so nobody may write to them. None: the others have met without this launch, which has ``missed``
+        them. Raises RoomLost after ``give_up_s``, Refused if the anchors differ.
         """
-        assert len(header) <= HEADER and {wire: len(each) for wire, each in messages.items()} == {
-            **self.wires
-        }
+        sizes = {wire: len(message) for wire, message in messages.items()}
+        assert len(header) <= HEADER and sizes == dict(self.wires)
         number, began, self._meetings = self.standing.number, time.monotonic(), self._meetings + 1
         own = f"{number}/{self.id}/{self._meetings}"
         for wire, message in messages.items():
@@ -301,11 +294,11 @@ class Member:
         self._post(header=None)
         return None
 
-    def missed(self, memory: Callable[[], Mapping[int, torch.Tensor]]) -> Met | Anchor | None:
-        """Return a step towards the others, to be committed: the meeting that was missed, else their anchor. Collective.
+    def missed(self, memory: Callable[[], Mapping[int, torch.Tensor]]) -> Met | Fetched | None:
+        """Return a step towards the others, to be committed: a missed meeting, else their anchor. Collective.
 
-        None: this launch is up with them. memory: returns where an anchor goes: by wire, uint8 on the host. ``own`` of a
-        meeting says whether the message of this launch counts in it.
+        None: this launch is up with them. memory: returns where an anchor goes: by wire, uint8 on the host. ``own``
+        of a meeting says whether the message of this launch counts in it.
         """
         began = time.monotonic()
         while True:
@@ -315,10 +308,9 @@ class Member:
                 return None
             if "room" in view and not self._pull(view["room"], view["sources"]):
                 return self._met(view["room"])
-            anchor = Anchor(**view["anchor"])
-            jobs = {
-                _anchor_name(anchor, wire): (wire, out, view["sources"]) for wire, out in memory().items()
-            }
+            anchor = Fetched(**view["anchor"])
+            out = memory()
+            jobs = {_anchor_name(anchor, wire): (wire, out[wire], view["sources"]) for wire in self.wires}
             if not any(self._gather(len(self._fetch(jobs)))):
                 return replace(anchor, last=tuple(anchor.last), about=base64.b64decode(anchor.about))
 
@@ -369,7 +361,7 @@ class Member:
     def _keep(self, name: str, message: torch.Tensor) -> None:
         """Keep a message, and show it to the others."""
         self._messages[name] = message
-        self._shelf.put(name, self.standing.number, Piece.of(message.numpy()))
+        self._shelf.put(name, self.standing.number, Shown.of(message.numpy().data))
 
     def _fetch(self, jobs: Mapping[str, tuple[int, torch.Tensor, Sequence[Wires]]]) -> list[str]:
         """Fetch bytes, some at a time. jobs: by name, the wire, where they go and who may show them.
@@ -379,7 +371,7 @@ class Member:
 
         def take(name: str, wire: int, out: torch.Tensor, sources: Sequence[Wires]) -> None:
             places = dict.fromkeys((host, port) for each in sources for host, port in [each[f"{wire}"]])
-            fetch(name, [*places], self.settings.secret, self.settings.silence_s, out.numpy())
+            fetch(name, [*places], self.settings.secret, self.settings.silence_s, out.numpy().data)
             if name.startswith("message/"):
                 self._keep(name, out)
 
@@ -402,7 +394,7 @@ class Member:
             self._pulse.post(**changes)
 
     def _follow(self, ready: Ready, began: float | None = None) -> Mapping[str, Any]:
-        """Return the point's answer to the last post as soon as it is ready: the leader waits, and tells. Collective.
+        """Return the point's answer to the last post once it is ready: the leader waits, and tells. Collective.
 
         began: since when this is waited for.
         """
@@ -435,7 +427,7 @@ class Member:
         return {"refused": view["refused"]} if "refused" in view else {"view": view}
 
 
-def _anchor_name(where: Standing | Anchor, wire: int) -> str:
+def _anchor_name(where: Standing | Fetched, wire: int) -> str:
     return f"anchor/{where.number}/{where.line}/{wire}"
 
 

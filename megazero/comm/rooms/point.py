@@ -1,13 +1,13 @@
-"""The meeting point: each launch's leader posts what it is, has and waits for, again and again, and is told what follows.
+"""The meeting point: members post what they are, have and wait for, again and again, and are told what follows.
 
-What a member posts is its whole state, so nothing hangs on an answer that was lost, and a point that starts anew and
-empty knows all again when each has posted once. Rules are in ``Meetings``, which sees no network and no clock. Times are
+A post is a member's whole state. So nothing hangs on an answer that was lost, and a point that starts anew and
+empty knows all again when each has posted once. The rules are in ``Meetings``, which sees no network; its times are
 seconds of the point's clock alone.
 
-A room has one verdict. It is done when the first of its seats has all messages; the others get theirs from it, or from
-any that has them. It opens again if one reports a message that cannot be had before any has all, or if all that had
-all died before another had. Each closing has a line of its own, a random name, so an anchor is known by the line
-that made it: one that was made in a room which opened again is a stray, and is replaced.
+A room has one verdict. It is done when the first of its seats has all messages; the others get theirs from whoever
+has them. It opens again if a message is reported as lost before any has all, or if all that had all have died. Each
+closing has a line, a random name, so an anchor is known by the line that made it: one that was made in a room which
+opened again is a stray, and is replaced.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from megazero.comm.rooms.channel import Channel, Listener
+from megazero.comm.rooms.channel import Listener, SealedChannel
 
 SUSPECT = 0.1  # of a member's silence: that it has to be heard again
+BLAMED = 2  # times; then a meeting takes place without it: a rank of it hangs, or there is no way to it
 KEPT = 8  # rooms of past meetings
 ANCHOR = ("number", "line", "last", "about")  # what is told of others' anchor
 SEAT = ("name", "header", "message", "wires")  # and of a seat
 
 
 @dataclass(frozen=True)
-class State:
+class Post:
     """What a member posts. id: of this start of it. wires: by number, the address of the rank that shows it.
 
     name, same, least, call_s, patience_s, silence_s: see member.RoomSettings. run, number, line, last: see
-    member.Standing. digest, about: of the anchor. header: of the seat that it takes in the room of ``number``; message:
-    the name of its messages there. have: the line of the room of which it has all messages. lost: a line, and the
-    names whose messages of it cannot be had. left: it has ended in good order.
+    member.Standing. digest, about: of the anchor. header: of the seat that it takes in the room of ``number``;
+    message: the name of its messages there. have: the line of the room of which it has all messages. lost: a line,
+    and the names whose messages of it cannot be had. left: it has ended in good order.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Seen:
     suspect: until it is heard again.
     """
 
-    state: State
+    state: Post
     heard: float
     since: float
     stray: bool = False
@@ -74,11 +75,15 @@ class Seen:
 
 @dataclass
 class Room:
-    """Of one meeting. line, seats: since it closed. holders: ids of those that have all messages."""
+    """Of one meeting. line, seats: since it closed. holders: ids of those that have all messages.
+
+    blamed: names whose messages were lost, once for each time that the room opened again.
+    """
 
     line: str = ""
-    seats: list[State] = field(default_factory=list)
+    seats: list[Post] = field(default_factory=list)
     holders: set[str] = field(default_factory=set)
+    blamed: list[str] = field(default_factory=list)
 
 
 def enough(names: set[str], last: set[str], least: int) -> bool:
@@ -99,9 +104,9 @@ class Meetings:
         self.members: dict[str, Seen] = {}
         self.rooms: dict[int, Room] = {}
         self.run = ""
-        self.began = self.last = now  # began: since when all of an older run are heard
+        self.began = self.last = now  # began: since when members of an older run are heard
 
-    def look(self, state: State, now: float) -> dict[str, Any]:
+    def look(self, state: Post, now: float) -> dict[str, Any]:
         """Take a member's state and return its view: ``refused`` with the reason, or what it needs to go on."""
         if now - self.last > state.silence_s / 2:  # this process was stopped or cut off
             self.began = now
@@ -129,7 +134,7 @@ class Meetings:
         self.rooms = {number: room for number, room in self.rooms.items() if number >= latest - KEPT}
         return view
 
-    def suspect(self, state: State, now: float) -> None:
+    def suspect(self, state: Post, now: float) -> None:
         """Wait for a member SUSPECT of its silence: its process is gone, or others cannot get what it shows."""
         held = self.members.get(state.name)
         if held and held.state.id == state.id:
@@ -139,7 +144,7 @@ class Meetings:
         seen = self.members.values()
         return [each for each in seen if now - each.heard < each.state.silence_s and not each.state.left]
 
-    def _refusal(self, state: State, now: float, others: Sequence[Seen]) -> dict[str, Any]:
+    def _refusal(self, state: Post, now: float, others: Sequence[Seen]) -> dict[str, Any]:
         """Return why a member may not take part. again: it may be let in later."""
         held = self.members.get(state.name)
         if held and held.state.id != state.id and held in self._live(now):
@@ -158,15 +163,19 @@ class Meetings:
                 }
         return {}
 
-    def _note(self, state: State, now: float, others: Sequence[Seen]) -> None:
+    def _note(self, state: Post, now: float, others: Sequence[Seen]) -> None:
         if self.run != state.run and state.run:
             self.run, self.rooms = state.run, {}
         if not self.run:
             self.run, self.began = secrets.token_hex(8), -float("inf")
         held = self.members.get(state.name)
-        sat = held and (held.state.id, held.state.number) == (state.id, state.number) and held.state.header is not None
-        seen = Seen(state, now, held.since if held and sat else now)
-        self.members[state.name] = seen
+        seen = self.members[state.name] = Seen(state, now, now)
+        if (
+            held
+            and held.state.header is not None
+            and (held.state.id, held.state.number) == (state.id, state.number)
+        ):
+            seen.since = held.since
         if state.number:
             made = self.rooms.setdefault(state.number - 1, Room())
             if not made.line or made.line != state.line and all(each.stray for each in others):
@@ -175,11 +184,11 @@ class Meetings:
             if not seen.stray:
                 made.holders.add(state.id)
 
-    def _settle(self, state: State, now: float) -> dict[str, Any]:
+    def _settle(self, state: Post, now: float) -> dict[str, Any]:
         """Close the room of a member's meeting, give its verdict or open it again. Returns what to say of it."""
         room = self.rooms.setdefault(state.number, Room())
-        here = self._here(state.number, now)
         if room.line:
+            here = self._here(state.number, now)
             ids = {seen.state.id for seen in here}
             room.holders |= {seen.state.id for seen in here if seen.state.have == room.line}
             lost = {name for seen in here if seen.state.lost[0] == room.line for name in seen.state.lost[1]}
@@ -187,8 +196,8 @@ class Meetings:
                 return {}
             for name in lost & self.members.keys():
                 self.suspect(self.members[name].state, now)
-            room = self.rooms[state.number] = Room()
-            here = self._here(state.number, now)
+            room = self.rooms[state.number] = Room(blamed=[*room.blamed, *lost])
+        here = [seen for seen in self._here(state.number, now) if room.blamed.count(seen.state.name) < BLAMED]
         seats = [seen for seen in here if seen.state.header is not None and not seen.suspect]
         names = {seen.state.name for seen in seats}
         waited = {seen.state.name for seen in here} - names
@@ -200,7 +209,9 @@ class Meetings:
             )
         elif waited and not any(now - seen.since > seen.state.patience_s for seen in seats):
             missing = f"waiting for {', '.join(sorted(waited))}"
-        elif not (last and last <= names) and now - self.began < max(each.state.silence_s for each in here):
+        elif not (last and last <= names) and now - self.began < max(
+            (each.state.silence_s for each in here), default=0.0
+        ):
             missing = "the meeting point is new, others may still come to it"
         elif seats:
             room.line = f"{state.number}.{secrets.token_hex(8)}"
@@ -218,13 +229,13 @@ class Point:
     def __init__(self, port: int, secret: bytes, refused: Callable[[str], None] = lambda host: None) -> None:
         """refused: called with the host of a stranger. Raises OSError if the port is taken."""
         self.meetings, self._lock = Meetings(time.monotonic()), threading.Lock()
-        self._posted: dict[str, tuple[Channel, State]] = {}  # by name, where a member posted last
+        self._posted: dict[str, tuple[SealedChannel, Post]] = {}  # by name, where a member posted last
         self._listener = Listener(port, secret, self._answer, self._ended, refused)
         self.port = self._listener.port
 
-    def _answer(self, channel: Channel, words: Any) -> None:
+    def _answer(self, channel: SealedChannel, words: Any) -> None:
         try:
-            state = State(**words)
+            state = Post(**words)
         except TypeError as error:
             channel.say({"refused": f"the meeting point is of another version of megazero ({error})"})
             return
@@ -233,7 +244,7 @@ class Point:
             self._posted[state.name] = channel, state
         channel.say(view)
 
-    def _ended(self, channel: Channel) -> None:
+    def _ended(self, channel: SealedChannel) -> None:
         """Notice at once that a process has died: its connection ends."""
         with self._lock:
             for last, state in self._posted.values():

@@ -9,11 +9,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megazero.comm.rooms.channel import FRAME, Address, Buffer, Channel, reach
+from megazero.comm.rooms.channel import FRAME, Address, Buffer, SealedChannel, reach
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shown:
     """So many bytes. read: (offset, count) -> these bytes. Other threads call it."""
 
     size: int
@@ -27,10 +27,10 @@ class Piece:
 
 
 @dataclass
-class _Shown:
-    """A piece of a meeting. passing: only until its owner's next ``changing``; owned: it is memory of the owner's."""
+class _Held:
+    """A piece of a meeting. passing: shown until its owner's next ``changing``. owned: it is the owner's memory."""
 
-    piece: Piece
+    piece: Shown
     number: int
     passing: bool
     owned: bool
@@ -41,35 +41,31 @@ class Shelf:
     """What this rank shows. A name never comes again for other bytes."""
 
     def __init__(self) -> None:
-        self._shown: dict[str, _Shown] = {}
+        self._shown: dict[str, _Held] = {}
         self._names, self._rest = threading.Lock(), threading.Lock()
 
-    def put(self, name: str, number: int, piece: Piece, *, passing: bool = False) -> None:
+    def put(self, name: str, number: int, piece: Shown, *, passing: bool = False) -> None:
         with self._names:
-            self._shown[name] = _Shown(piece, number, passing, passing)
+            self._shown[name] = _Held(piece, number, passing, passing)
 
     def drop(self, before: int) -> None:
         """Drop what belongs to meetings before this one."""
         with self._names:
-            self._shown = {name: shown for name, shown in self._shown.items() if shown.number >= before}
+            self._shown = {k: each for k, each in self._shown.items() if each.number >= before}
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Inside, the owner may change what passes. Whoever is fetching it goes on with a copy, made here."""
         with self._rest:
             with self._names:
-                passing = {name: shown for name, shown in self._shown.items() if shown.passing}
-                read = [shown for shown in passing.values() if shown.readers]
-                self._shown = {
-                    name: shown for name, shown in self._shown.items() if shown.readers or name not in passing
-                }
-            for shown in read:
-                if shown.owned:
-                    shown.piece = Piece.of(bytes(shown.piece.read(0, shown.piece.size)))
-                    shown.owned = False
+                self._shown = {k: each for k, each in self._shown.items() if each.readers or not each.passing}
+                read = [each for each in self._shown.values() if each.owned]
+            for each in read:
+                each.piece = Shown.of(bytes(each.piece.read(0, each.piece.size)))
+                each.owned = False
             yield
 
-    def answer(self, channel: Channel, request: Any) -> None:
+    def answer(self, channel: SealedChannel, request: Any) -> None:
         """Send what has the name ``get``, from the byte ``from``."""
         with self._names:
             if shown := self._shown.get(request["get"]):

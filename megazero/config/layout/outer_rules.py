@@ -21,15 +21,15 @@ def meets(config: RunConfig) -> Iterator[str]:
             yield str(error)
     elif replicas < 2 or outer.outer_name or outer.outer_secret_file:
         yield (
-            f"--outer-meet {outer.outer_meet} starts at least 2 replicas, which have names of their own and no secret; "
-            f"nearest: {LOCAL}:{max(replicas, 2)} without --outer-name and --outer-secret-file"
+            f"--outer-meet {outer.outer_meet} starts at least 2 replicas, which have names of their own and no "
+            f"secret; nearest: {LOCAL}:{max(replicas, 2)} without --outer-name and --outer-secret-file"
         )
     if training.train_samples is None and training.train_iters:
         batch = config.batch.global_batch_size
         nearest = f"{training.train_iters * batch * (replicas or 2)}" if batch else "steps x batch x replicas"
         yield (
-            f"--train-iters {training.train_iters} with --outer-meet: replicas come and go, so a run is as long as the "
-            f"samples of all; nearest: --train-samples {nearest}"
+            f"--train-iters {training.train_iters} with --outer-meet: replicas come and go, so a run is as long as "
+            f"the samples of all; nearest: --train-samples {nearest}"
         )
     if config.skipping.skip_train_iteration_range:
         yield "--skip-train-iteration-range with --outer-meet: replicas share samples, not iterations; leave it out"

@@ -264,7 +264,7 @@ class OuterConfig:
     """
 
     STRICT: ClassVar[bool] = True
-    NEEDS: ClassVar = {"outer_": "outer_meet"}
+    NEEDS: ClassVar = {"outer_": "outer_meet or loss_policy = outer"}
 
     outer_meet: str | None = option(
         None,

@@ -1,7 +1,7 @@
 """Outer steps on ranks, and the same in plain torch: whole replicas, torch's AdamW inside and torch's SGD outside.
 
-The replicas of a case lie side by side in each process, with an engine and a mesh each: what replicas are to an engine is
-the messages of others.
+The replicas of a case lie side by side in each process, with an engine and a mesh each: what replicas are to an
+engine is the messages of others.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class OuterCase:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has after the last step, of each replica. place: as in ``full_tensors.Piece``. masters, anchors: its slices. biases: of experts, by anchor
-    and replica. moved: norm and drift of each meeting. sent: bytes of a meeting's message. digests: of the anchor."""
+    """What a rank has after the last step, of each replica. place: as in ``full_tensors.Piece``. masters, anchors:
+    its slices. biases: of experts, by anchor and replica. moved: norm and drift of each meeting. sent: bytes of a
+    meeting's message. digests: of the anchor."""
 
     place: int
     masters: list[Slices]

@@ -174,7 +174,8 @@ def test_what_rounding_loses_is_sent_later_and_bytes_are_those_of_the_formula() 
 
 
 def taken_over() -> list[bool]:
-    """A replica that was left out keeps what it learned; one that comes takes the anchor, by ranges, and is the same."""
+    """A replica that was left out keeps what it learned; one that comes takes the anchor, by ranges, and is the
+    same."""
     both = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -42,8 +42,8 @@ class Numbers:
 
 @dataclass
 class Replica:
-    """name: of a replica that meets at ``port``. trained: the samples of each step. stop: tells it to leave, or to die
-    (True), before a step."""
+    """name: of a replica that meets at ``port``. trained: the samples of each step. stop: tells it to leave, or to
+    die (True), before a step."""
 
     name: str
     port: int
@@ -204,8 +204,8 @@ BLENDS = ((0.5, 0.25, 0.125, 0.125), (0.7, 0.2, 0.05, 0.05), (0.6, 0.3, 0.1))
 
 @pytest.mark.parametrize("weights", BLENDS)
 def test_replicas_have_the_same_mixture(port: int, weights: tuple[float, ...]) -> None:
-    """Two replicas of one rank with micro-batches of one sample: in turns of single samples one had 50, 32 or 20% more of
-    a member than the other; by shares each has every member's weight, to 2 samples in a share."""
+    """Two replicas of one rank with micro-batches of one sample: in turns of single samples one had 50, 32 or 20%
+    more of a member than the other; by shares each has every member's weight, to 2 samples in a share."""
     member, _ = blend_order(weights, 2 * SAMPLES).values()
     both = [each.join() for each in [Replica(name, port, options={"outer_least": 2}) for name in "ab"]]
     for each in both:

@@ -153,6 +153,8 @@ def test_who_does_not_belong_is_refused_and_disturbs_nobody(run: Run, tmp_path: 
         each.meets("ab")
         assert {tuple(met["names"]) for met in each.said("met")} == {("a", "b")}
     names(run.point.file.read_text(), "refused: ", "127.0.0.1")
+    run.point.process.terminate()
+    assert run.point.process.wait(BOUND_S) == 0
 
 
 def test_who_is_slow_is_called_and_who_joins_holds_nobody(run: Run) -> None:

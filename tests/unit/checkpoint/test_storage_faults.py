@@ -35,7 +35,7 @@ from tests.sizes import TINY
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.scandir", "os.rmdir", "os.remove", "subprocess.Popen")
 PERSON = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
-FIRST: Any = SimpleNamespace(rank=0, grid=SimpleNamespace(outer=1))  # a mesh of one rank
+FIRST: Any = SimpleNamespace(rank=0)  # a mesh of one rank
 
 
 class Faults:

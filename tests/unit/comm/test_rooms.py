@@ -7,13 +7,17 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megazero.comm.rooms.channel import FRAME, Channel, Listener, Refused, reach
-from megazero.comm.rooms.point import Meetings, State, enough
-from megazero.comm.rooms.shelf import Piece, Shelf, fetch
+from megazero.cli.meet import MeetOptions, meet
+from megazero.comm.rooms.channel import FRAME, Listener, Refused, SealedChannel, reach
+from megazero.comm.rooms.member import Member, Offer, RoomLost, RoomSettings, Standing
+from megazero.comm.rooms.point import Meetings, Point, Post, enough
+from megazero.comm.rooms.shelf import Shelf, Shown, fetch
 from tests.messages import names, refused
 
 SECRET = b"s" * 32
@@ -56,9 +60,9 @@ class Run:
                 self.look(name)
 
 
-def state(name: str, **fields: Any) -> State:
+def state(name: str, **fields: Any) -> Post:
     known = {"least": 0, "call_s": 2.0, "patience_s": 5.0, "silence_s": 10.0, **fields}
-    return State(name, f"{name}1", {"model": "m"}, {"0": ("host", 1)}, **known)
+    return Post(name, f"{name}1", {"model": "m"}, {"0": ("host", 1)}, **known)
 
 
 def seats(view: dict[str, Any]) -> list[str]:
@@ -150,6 +154,17 @@ def test_messages_that_cannot_be_had_open_a_room_again() -> None:
     assert seats(again) == ["a", "b"] and again["room"]["line"] != line
 
 
+def test_a_launch_with_a_rank_that_hangs_is_left_out() -> None:
+    """Its leader is heard, but nobody gets its messages: the second report counts."""
+    run = Run()
+    run.look("a", lost=(run.close(), ["c"]))
+    again = run.look("c") and run.look("b")["room"]
+    assert [seat["name"] for seat in again["seats"]] == ["a", "b", "c"]
+    run.look("a", lost=(again["line"], ["c"]))
+    run.look("c")
+    assert seats(run.look("b")) == ["a", "b"] and "room" not in run.look("c")
+
+
 def test_a_verdict_is_void_if_all_that_had_the_bytes_died() -> None:
     run = Run()
     line = run.close()
@@ -216,7 +231,7 @@ def test_who_has_left_is_not_waited_for_nor_counted() -> None:
     assert seats(run.sit("c")) == ["c"]
 
 
-def listen(answer: Callable[[Channel, Any], None], secret: bytes = SECRET) -> tuple[str, int]:
+def listen(answer: Callable[[SealedChannel, Any], None], secret: bytes = SECRET) -> tuple[str, int]:
     return "127.0.0.1", Listener(0, secret, answer).port
 
 
@@ -229,10 +244,10 @@ def test_a_channel_refuses_another_secret_and_damaged_frames() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = socket.create_connection(server.getsockname()), server.accept()[0]
-    served: list[Channel] = []
-    thread = threading.Thread(target=lambda: served.append(Channel(ends[1], SECRET, asks=False)))
+    served: list[SealedChannel] = []
+    thread = threading.Thread(target=lambda: served.append(SealedChannel(ends[1], SECRET, asks=False)))
     thread.start()
-    asking = Channel(ends[0], SECRET, asks=True)
+    asking = SealedChannel(ends[0], SECRET, asks=True)
     thread.join()
     asking.send(b"first")
     assert served[0].receive(5) == b"first"
@@ -252,9 +267,9 @@ def test_bytes_come_from_whoever_has_them_and_go_on_where_they_broke_off() -> No
 
     def shelf(name: str, ends: bool) -> tuple[str, int]:
         shown = Shelf()
-        shown.put("message", 0, Piece.of(data))
+        shown.put("message", 0, Shown.of(data))
 
-        def answer(channel: Channel, words: Any) -> None:
+        def answer(channel: SealedChannel, words: Any) -> None:
             asked.append((name, words["from"]))
             if ends:
                 channel.say({"size": len(data)})
@@ -283,7 +298,7 @@ def test_an_anchor_may_change_while_others_fetch_it() -> None:
         read.set()
         return bytes(memory[offset : offset + count])
 
-    shelf.put("anchor", 1, Piece(len(memory), slowly), passing=True)
+    shelf.put("anchor", 1, Shown(len(memory), slowly), passing=True)
     where = listen(shelf.answer)
     with reach(where, SECRET, 5) as channel:
         assert channel.ask({"get": "anchor", "from": 0}) == {"size": len(memory)}
@@ -298,3 +313,28 @@ def test_an_anchor_may_change_while_others_fetch_it() -> None:
         pass
     with pytest.raises(LookupError):
         fetch("anchor", [where], SECRET, 5, bytearray(len(memory)))
+
+
+def test_what_the_command_refuses(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("hello")
+    with refused("--secret-file", "5 bytes", "32"):
+        meet(MeetOptions(1, str(tmp_path / "short")))
+    with refused("--secret-file", "nowhere"):
+        meet(MeetOptions(1, str(tmp_path / "nowhere/secret")))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        refused("--port", f"{other.getsockname()[1]}", "in use"),
+    ):
+        meet(MeetOptions(other.getsockname()[1]))
+
+
+def test_every_wait_has_an_end_that_says_what_is_missing() -> None:
+    with Point(0, b"") as point:
+        for port, words in ((point.port, ["a there", "at least 2"]), (1, ["no answer", "127.0.0.1", "1"])):
+            where = ("127.0.0.1", port)
+            settings = RoomSettings(where, "a", b"", {}, least=2, silence_s=0.5, give_up_s=0.6)
+            waits: list[str] = []
+            with Member(settings, {0: 4}, on_wait=waits.append) as member, refused(*words, by=RoomLost):
+                member.join(Standing(), Offer({0: "0"}))
+                member.meet(b"", {0: torch.zeros(4, dtype=torch.uint8)})
+            assert waits, "a watchdog would end this launch"

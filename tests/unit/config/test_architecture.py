@@ -332,7 +332,7 @@ def test_a_resume_keeps_how_messages_were_coded(tmp_path):
     ],
 )
 def test_a_resume_keeps_the_outer_momentum(before, flags, momentum, tmp_path):
-    replicas = "--ranks-per-node 2 --outer-interval 8"
+    replicas = "--ranks-per-node 2 --outer-interval 8 --outer-meet local:2"
     save(tmp_path, run(f"{MODEL} {replicas} {before}", 4))
     again = run(f"--load {tmp_path} {replicas} {flags}", 4)
     assert again.outer.outer_momentum == momentum

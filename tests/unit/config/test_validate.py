@@ -294,17 +294,19 @@ EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 --lr-warmup-tokens 100 --global-batch-size 16 -> --lr-warmup-tokens; --lr-decay-tokens; --lr-warmup-samples
 --tensorboard-queue 5 -> --tensorboard-queue; --tensorboard-queue-size
 --rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --finetune
-OUTER --outer-replicas 3 -> --outer-replicas; 2
---outer-bits 4 -> --outer-bits 4; --outer-interval
---outer-replicas 2 -> --outer-replicas 2; --outer-interval
---outer-delay 1 -> --outer-delay 1; --outer-interval
+OUTER --outer-replicas 3 -> --outer-replicas; --outer-meet
+--outer-bits 4 -> --outer-bits 4; --outer-meet
+--outer-delay 1 -> --outer-delay 1; --outer-meet
+OUTER --train-iters 9 --global-batch-size 8 -> --train-iters 9; --outer-meet; --train-samples 144
+OUTER --outer-meet here -> --outer-meet here; HOST:PORT; local:2
+OUTER --outer-name a -> --outer-meet local:2; --outer-name
+OUTER --skip-train-iteration-range 2-3 -> --skip-train-iteration-range; --outer-meet
+OUTER --outer-min-lr 0.1 -> --outer-min-lr; --outer-lr-decay-style linear
 OUTER --outer-optimizer average --outer-lr 0.5 -> --outer-lr 0.5; --outer-optimizer
 OUTER --outer-rounding nearest -> --outer-rounding nearest; --outer-bits
 OUTER --loss-policy outer -> --loss-policy outer; --loss-policy exact
-OUTER --zero-preset zeropp --outer-replicas 2 -> --outer-interval; --no-zero-quantized-weights-delta
-OUTER --zero-shard 8,8,8 -> 2,2,2
+OUTER --zero-preset zeropp -> --outer-meet; --no-zero-quantized-weights-delta
 OUTER --outer-delay 4 -> --outer-delay 4; --outer-interval 4; 3
-OUTER --pipeline-model-parallel-size 4 -> world size: 4
 --eval-iters -2 -> --eval-iters -2
 --eval-iters 0 --log-interval 0 -> --log-interval 0; 1
 --sliding-window 0 -> --sliding-window 0

@@ -485,8 +485,11 @@ EVERYTHING: tuple[tuple[str, Cluster, dict[str, object]], ...] = (
     ("zeropp", cluster(2, 2, 5.0), {"num_layers": 4, "global_batch_size": 4, **EXPERTS}),
     (
         "exact",
-        cluster(4, 2, 0.1),
-        {"num_layers": 4, "global_batch_size": 16, "outer_interval": 8, "outer_replicas": 2},
+        cluster(2, 2, 0.1),
+        {
+            **{"num_layers": 4, "global_batch_size": 8, "train_iters": None, "train_samples": 800},
+            **{"outer_interval": 8, "outer_meet": "local:2"},
+        },
     ),
 )
 

@@ -28,7 +28,7 @@ from megazero.zero.elementwise import (
     Probe,
     best_adamw,
 )
-from megazero.zero.records import in_replica, save_records
+from megazero.zero.records import save_records
 from tests.messages import refused
 from tests.sizes import SMALL
 
@@ -264,7 +264,7 @@ def test_small_moments_take_no_memory_from_step_to_step(monkeypatch: pytest.Monk
     assert arena.peak <= 64 * moments.CHUNK
 
 
-def test_records_of_an_outer_replica_hold_its_decoded_moments(tmp_path: Path) -> None:
+def test_records_hold_decoded_moments(tmp_path: Path) -> None:
     module = torch.nn.Linear(20, 10)
     optimizer = partial(OnePassAdamW, exp_avg_dtype="int8", exp_avg_sq_dtype="bf16")
     engine = zero.shard(module, mesh=create_mesh(), units=[module], optimizer=optimizer)
@@ -272,9 +272,9 @@ def test_records_of_an_outer_replica_hold_its_decoded_moments(tmp_path: Path) ->
     module(torch.randn(3, 20)).square().sum().backward()
     engine.step()
     own = save_records(engine)
-    path = store.save(tmp_path, store.Snapshot(1, in_replica(own, 1)))
+    path = store.save(tmp_path, store.Snapshot(1, own))
     for kind in POWERS:
-        found = store.load_full(path, f"replica 1 {kind}")
+        found = store.load_full(path, kind)
         for record in own:
             held = record.tensors[kind]
             assert record.make is not None
