@@ -14,7 +14,7 @@ from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import active_count, parameter_count
 from megazero.config.options.fields import show
-from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.options.sections import TOPK, OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
@@ -131,6 +131,7 @@ def outer_summary(outer: OuterConfig) -> str:
         falls = f" to {outer.outer_min_lr:g}" * (outer.outer_lr_decay_style == "linear")
         rule += f" (learning rate {outer.outer_lr:g}{falls}, momentum {outer.outer_momentum:g})"
     form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
+    form = outer.outer_format if outer.outer_format == TOPK else form
     form += ", error feedback" * bool(feedback(outer))
     every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
     if outer.outer_delay:

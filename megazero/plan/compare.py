@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError
-from megazero.config.layout.outer import LOCAL, local_replicas
+from megazero.config.layout.outer import EXACT_BITS, LOCAL, local_replicas
 from megazero.config.model.spec import parameter_count
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.fields import section_of
-from megazero.config.options.sections import OuterConfig
+from megazero.config.options.sections import TOPK, OuterConfig
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
@@ -206,8 +206,9 @@ def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
 
 
 def rungs(values: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the bits and intervals of LADDER with what is given instead of theirs."""
+    """Return the bits and intervals of LADDER with what is given instead of theirs; of topk bits say nothing."""
     bits, interval = values.get("outer_bits"), values.get("outer_interval")
+    bits = EXACT_BITS if values.get("outer_format") == TOPK else bits
     return [*dict.fromkeys((bits or each, interval or steps) for each, steps in LADDER)]
 
 

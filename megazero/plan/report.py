@@ -12,6 +12,7 @@ from megazero.config.layout.outer import planned_replicas
 from megazero.config.model.spec import parameter_count, training_flops
 from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
+from megazero.config.options.sections import TOPK
 from megazero.config.run import all_options
 from megazero.files import write_text
 from megazero.plan.base_layout import BaseLayout
@@ -31,7 +32,7 @@ FORMATS = (
     "zero_gradient_transform",
 )
 MOST_NODES = 64  # times as many as there are: the largest cluster that is tried if no layout fits
-OUTER_STEPS = ("outer_meet", "outer_interval", "outer_bits", "outer_delay")
+OUTER_STEPS = ("outer_meet", "outer_interval", "outer_format", "outer_bits", "outer_delay")
 CHOSEN = (
     *PARALLEL,
     LEVELS,
@@ -107,8 +108,9 @@ def describe(layout: Layout) -> str:
 def outer_words(config: RunConfig) -> str:
     """Return outer steps in a few words."""
     outer = config.outer
+    sent = outer.outer_format if outer.outer_format == TOPK else f"{outer.outer_bits} bits"
     words = f"each of {planned_replicas(outer)} replicas with a batch of {config.batch.global_batch_size}, "
-    words += f"{outer.outer_bits} bits every {outer.outer_interval} steps"
+    words += f"{sent} every {outer.outer_interval} steps"
     return words + (f", {outer.outer_delay} on their way" if outer.outer_delay else "")
 
 

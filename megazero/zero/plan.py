@@ -15,7 +15,7 @@ from operator import mul
 from typing import Generic
 
 from megazero.comm.made_once import made_once
-from megazero.comm.wire import Codecs, Format
+from megazero.comm.wire import Codecs, Format, MessageFormat
 from megazero.mesh.grid import AxisSpec
 
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
@@ -107,7 +107,7 @@ class UnitPlan(Generic[Format]):
         """Whether the messages of gathers are the parameters themselves."""
         return (self.codecs.weights is None or self.delta) and not self.exact
 
-    def message(self, parts: int, format: Format | None, width: int, exact_width: int) -> int:
+    def message(self, parts: int, format: MessageFormat | None, width: int, exact_width: int) -> int:
         """Return the bytes of one of ``parts`` equal slices. An element that is sent as it is has ``width`` bytes, in
         the exact region of a message with a format ``exact_width``."""
         coded, exact = self.coded // parts, self.exact // parts

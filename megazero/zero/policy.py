@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megazero.comm.codec import Codec, codec_of
-from megazero.comm.wire import Codecs, Coding
+from megazero.comm.wire import Codecs, Coding, Sparse
 from megazero.mesh.grid import copy_lifetime
 from megazero.zero.axes import DataAxes
 
@@ -28,7 +28,7 @@ class Outer:
 
     momentum: float = 0.5
     nesterov: bool = True
-    codec: Coding | Codec | None = None
+    codec: Coding | Sparse | Codec | None = None
     feedback: float = 0.0
     wires: int = 1
 

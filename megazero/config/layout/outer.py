@@ -6,9 +6,9 @@ DiLoCo (arXiv 2311.08105) has the steps and the defaults; Streaming DiLoCo (arXi
 
 from __future__ import annotations
 
-from megazero.comm.wire import Coding
+from megazero.comm.wire import Coding, Sparse
 from megazero.config.layout.wire import ALIGNMENT
-from megazero.config.options.sections import OuterConfig
+from megazero.config.options.sections import TOPK, OuterConfig
 
 EXACT_BITS, BF16_BITS = 32, 16
 LOCAL = "local"  # --outer-meet local:R
@@ -26,11 +26,15 @@ def keeps_momentum(outer: OuterConfig) -> bool:
 def feedback(outer: OuterConfig) -> float:
     """Return the share of what rounding lost that is added to the next outer gradient: the default where something is
     rounded is all of it."""
+    if outer.outer_format == TOPK:
+        return Sparse.FEEDBACK
     return float(outer.outer_bits < EXACT_BITS and outer.outer_rounding != "nearest")
 
 
-def outer_coding(outer: OuterConfig) -> Coding | None:
-    """Return the quantised format of outer gradients, or None where they are bf16 or exact."""
+def outer_coding(outer: OuterConfig) -> Coding | Sparse | None:
+    """Return the coded format of outer gradients, or None where they are bf16 or exact."""
+    if outer.outer_format == TOPK:
+        return Sparse()
     return Coding(outer.outer_bits, ALIGNMENT) if outer.outer_bits < BF16_BITS else None
 
 

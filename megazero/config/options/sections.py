@@ -19,6 +19,7 @@ BITS = (8, 4, 2)
 BITS_OF_GRADIENTS = (8, 4)
 BITS_OF_KEYS = (8,)
 OUTER_BITS = (32, 16, *BITS)
+TOPK = "topk"  # of --outer-format
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "mlp", "full")
@@ -319,8 +320,17 @@ class OuterConfig:
         0.0, "outer learning rate at the end of a run", low=0, needs="outer_lr_decay_style = linear"
     )
     outer_momentum: float = option(0.5, "momentum of the outer optimizer", low=0, below=1, needs=SGD)
+    outer_format: str = option(
+        "dense",
+        "what crosses of a difference: all of it in --outer-bits (dense); or the 64 largest of each 4,096 elements in "
+        "2 bits, and 0.95 of the rest with the next ones (topk), for links below 0.5 Gb/s",
+        choices=("dense", TOPK),
+    )
     outer_bits: int = option(
-        32, "bits of a difference between replicas: 32 exact, 16 bf16, else quantised", choices=OUTER_BITS
+        32,
+        "bits of a difference between replicas: 32 exact, 16 bf16, else quantised",
+        choices=OUTER_BITS,
+        needs="outer_format = dense",
     )
     outer_rounding: str | None = option(
         None,

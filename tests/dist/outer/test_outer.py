@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megazero import zero
 from megazero.comm.codec import Blockwise, Identity
+from megazero.comm.wire import Sparse
 from megazero.mesh.grid import make_grid
 from megazero.mesh.mesh import Axis, Mesh, create_mesh
 from megazero.zero.outer import OuterSteps
@@ -98,8 +99,16 @@ CODECS = {
     "8": Blockwise(8),
     "4": Blockwise(4),
     "2": Blockwise(2),
+    "topk": Sparse(),
 }
-WIDTH = {"exact": 4.0, "bf16": 2.0, "8": 1 + 2 / 128, "4": 0.5 + 2 / 64, "2": 0.25 + 2 / 64}
+WIDTH = {
+    "exact": 4.0,
+    "bf16": 2.0,
+    "8": 1 + 2 / 128,
+    "4": 0.5 + 2 / 64,
+    "2": 0.25 + 2 / 64,
+    "topk": 84 / 4096,
+}
 NUMEL = 256 * 512
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from benchmarks.loss import page, study
-from benchmarks.loss.outer_rules import Replicas
+from benchmarks.loss.outer_rules import Branch, Replicas, mean_of, send
 from benchmarks.loss.rounding import __main__ as rounding
 from benchmarks.loss.rounding import keys, model
 from benchmarks.loss.rounding.formats import BLOCK, EXACT, GRADIENTS, Hop
 from benchmarks.loss.rounding.text import Samples, random_text
 from benchmarks.loss.rounding.training import Training
 from megazero.comm.codec import Blockwise
+from megazero.comm.topk import TopK
 from megazero.families.layer_kinds import layer_kinds
 from megazero.zero.layout import UnitLayout, make_layout
 from tests.messages import refused
@@ -51,10 +53,22 @@ def test_replicas_go_on_from_the_anchor_that_the_rule_has_stepped() -> None:
         SimpleNamespace(master=torch.tensor(own), weights=torch.zeros(2)) for own in ([3.0, 2.0], [1.0, 4.0])
     ]
     replicas.each = each  # type: ignore[assignment]
-    replicas.meet(anchor, rule)
+    replicas.meet(anchor, rule, Branch(1, 2), torch.zeros(2, 0))
     # Differences to the anchor are -1 and -1 on average; the first Nesterov step takes 1.9 of them.
     assert torch.allclose(anchor, torch.tensor([1.95, 2.95]))
     assert all(torch.equal(value, anchor) for one in each for value in (one.master, one.weights))
+
+
+def test_what_a_form_loses_is_owed_and_norms_are_averaged_apart() -> None:
+    codec, rows = TopK(), torch.zeros(2, 4096)
+    rows[:, :65] = 1.0
+    owed = torch.zeros(2, 4096)
+    send(rows, owed, codec, 0.5)
+    assert rows.sum(1).tolist() == [64.0, 64.0] and owed.nonzero().tolist() == [[0, 64], [1, 64]]
+    send(rows.zero_(), owed, codec, 0.5)
+    assert rows.nonzero().tolist() == [[0, 64], [1, 64]] and rows.sum() == 1.0 and not owed.any()
+    apart = mean_of(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), True)
+    assert torch.allclose(apart, torch.full((2,), 3.5 / math.sqrt(2)))
 
 
 # -- the trained model -------------------------------------------------------------------------------------
