@@ -37,7 +37,6 @@ from megazero.train.state.progress import Progress
 from megazero.zero import DataAxes, Engine
 from megazero.zero.outer import Packed
 
-CALL_S, PATIENCE_S = 10.0, 60.0
 LOOK_S = 0.5
 
 T = TypeVar("T")
@@ -294,7 +293,7 @@ def room_settings(config: RunConfig, engine: Engine, name: str) -> RoomSettings:
         secret=secret,
         same=words,
         least=outer.outer_least,
-        call_s=outer.outer_call if outer.outer_call is not None else CALL_S,
-        patience_s=outer.outer_patience or PATIENCE_S,
+        call_s=outer.outer_call,
+        patience_s=outer.outer_patience,
         silence_s=outer.outer_silence,
     )

@@ -291,14 +291,11 @@ class OuterConfig:
         "first of them by name)",
         low=0,
     )
-    outer_call: float | None = option(
-        None,
-        "seconds after which one that waits calls the others, who come with what they have (default: 2 steps)",
+    outer_call: float = option(
+        10.0, "seconds after which one that waits calls the others, who come with what they have", low=0
     )
-    outer_patience: float | None = option(
-        None,
-        "seconds after which a meeting begins without those missing (default: 0.2 of the interval)",
-        above=0,
+    outer_patience: float = option(
+        60.0, "seconds after which a meeting begins without those missing", above=0
     )
     outer_silence: float = option(
         10.0, "seconds without a sign of life after which one is held for dead", above=0
@@ -322,8 +319,8 @@ class OuterConfig:
     outer_momentum: float = option(0.5, "momentum of the outer optimizer", low=0, below=1, needs=SGD)
     outer_format: str = option(
         "dense",
-        "what crosses of a difference: all of it in --outer-bits (dense); or the 64 largest of each 4,096 elements in "
-        "2 bits, and 0.95 of the rest with the next ones (topk), for links below 0.5 Gb/s",
+        "what crosses of a difference: all of it in --outer-bits (dense); or the 64 largest of each 4,096 elements "
+        "in 2 bits, and 0.95 of the rest with the next ones (topk), for links below 0.5 Gb/s",
         choices=("dense", TOPK),
     )
     outer_bits: int = option(
