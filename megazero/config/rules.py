@@ -168,9 +168,9 @@ def _dispatch(config: RunConfig) -> Iterator[str]:
 
 
 def _data(config: RunConfig) -> Iterator[str]:
-    if config.data.goldfish_loss and (h := config.data.goldfish_h) > (length := config.model.seq_length):
-        yield f"--goldfish-h {h} is longer than --seq-length {length}, so nothing is left out; nearest: {length}"
     data = config.data
+    if data.goldfish_loss and (h := data.goldfish_h) > (length := config.model.seq_length):
+        yield f"--goldfish-h {h} is longer than --seq-length {length}, so nothing is left out; nearest: {length}"
     readers: dict[str, Callable[[Any], object]] = {"split": parse_split}
     readers |= dict.fromkeys(("data_path", *PARTS), parse_data_path)
     for name, read in readers.items():

@@ -27,9 +27,8 @@ class QKClip(StepPart):
 
     def __init__(self, decoder: Decoder, engine: Engine, alpha: float, threshold: float | None) -> None:
         self.decoder, self.engine, self.alpha, self.threshold = decoder, engine, alpha, threshold
-        mixers = (
-            (i, MIXERS[kind.mixer](decoder.config)) for i, kind in enumerate(layer_kinds(decoder.config))
-        )
+        kinds = enumerate(layer_kinds(decoder.config, decoder.config.all_layers))
+        mixers = ((i, MIXERS[kind.mixer](decoder.config)) for i, kind in kinds)
         self.mixers: dict[int, Mixer] = {i: mixer for i, mixer in mixers if mixer.heads is not None}
         self.own = {i: LargestScores() for i in self.mixers if f"{i}" in decoder.layers}
         for i, largest in self.own.items():

@@ -8,11 +8,12 @@ from dataclasses import MISSING, dataclass, replace
 
 from megazero.config.options.fields import UPDATE, option
 from megazero.families import FAMILIES
-from megazero.families.layer_kinds import MOST_LAYERS
+from megazero.families.layer_kinds import LATENT, MOST_LAYERS, SOFTMAX
 
 # Laws of initial values beside the normal one (models/initialization.py).
 DECAY, TIME_STEP = "decay", "time step"
-# A need (options/needs.py).
+# Needs (options/needs.py).
+ATTENTION = f"mixers = {SOFTMAX}|{LATENT}: attention (--linear-attention-freq, * in --hybrid-layer-pattern)"
 TWO_BRANCHES = "not hybrid_layer_pattern: layers with a mixer and an MLP (no --hybrid-layer-pattern)"
 
 

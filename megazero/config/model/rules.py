@@ -78,15 +78,15 @@ def pattern(model: ModelConfig) -> Iterator[str]:
         return
     typed = f"--hybrid-layer-pattern {letters}"
     if other := "".join(sorted({*letters} - LETTERS.keys())):
-        near = "".join(letter for letter in letters if letter in LETTERS)
+        near = "".join(letter for letter in letters.partition("/")[0] if letter in LETTERS)
         yield (
             f"{typed} has {' '.join(other)}, and layers are {' '.join(LETTERS)} (latent attention is * with "
             f"--multi-latent-attention); nearest: {near or '*-'}"
         )
-    elif len(letters) != layers:
-        yield f"{typed} has {len(letters)} letters for --num-layers {layers}; nearest: --num-layers {len(letters)}"
     elif not {*letters} & {letter for letter, (mixer, _) in LETTERS.items() if mixer != NOTHING}:
         yield f"{typed} has no layer that mixes tokens; add M, G or *"
+    elif len(letters) != layers:
+        yield f"{typed} has {len(letters)} letters for --num-layers {layers}; nearest: --num-layers {len(letters)}"
     if "E" in letters and model.num_experts is None:
         yield f"{typed} has layers of experts, E, and there are none; add --num-experts, or take - for an MLP"
     if model.num_experts is not None and "E" not in letters:
@@ -114,12 +114,21 @@ def frequencies(model: ModelConfig) -> Iterator[str]:
 
 
 def further(model: ModelConfig) -> Iterator[str]:
-    """Report learned positions with layers that predict further tokens, as Megatron does: each would need its own."""
-    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
+    """Report models whose layers that predict further tokens are not built, or predict none. With learned positions
+    each would need its own, which Megatron refuses, too; a layer of one branch may mix no tokens."""
+    count, length = model.mtp_num_layers, model.seq_length
+    if count and model.position_embedding_type == "learned_absolute":
         yield (
-            f"--mtp-num-layers {model.mtp_num_layers} does not go with --position-embedding-type learned_absolute; "
+            f"--mtp-num-layers {count} does not go with --position-embedding-type learned_absolute; "
             "nearest: --position-embedding-type rope"
         )
+    if count and model.single_branches:
+        yield (
+            f"--mtp-num-layers {count} does not go with --hybrid-layer-pattern {model.hybrid_layer_pattern}: what "
+            "predicts a further token has a mixer and an MLP; nearest: 0"
+        )
+    if count >= length:
+        yield f"--mtp-num-layers {count} predicts beyond --seq-length {length}; nearest: {length - 1}"
 
 
 def experts(model: ModelConfig) -> Iterator[str]:

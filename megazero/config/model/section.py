@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from megazero.config.model.mixers import MIXERS, MixerOptions
-from megazero.config.model.parameters import TWO_BRANCHES
+from megazero.config.model.parameters import ATTENTION, TWO_BRANCHES
 from megazero.config.options.fields import ORDER, UPDATE, option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 from megazero.families.layer_kinds import NOTHING, LayerKind
@@ -136,7 +136,10 @@ class ModelConfig(MixerOptions):
         None, "layers without rotary positions: every N-th, or a number per layer, 1 for none", needs=ROPE
     )
     sliding_window: int | None = option(
-        None, "tokens that attention looks back through, its own included (default: all)", low=1
+        None,
+        "tokens that attention looks back through, its own included (default: all)",
+        low=1,
+        needs=ATTENTION,
     )
     window_attn_skip_freq: tuple[int, ...] | None = option(
         None,
@@ -144,7 +147,10 @@ class ModelConfig(MixerOptions):
         needs="sliding_window",
     )
     attn_logit_softcapping: float = option(
-        0.0, "cap of attention's scores s, which become cap x tanh(s / cap); 0: none (by family)", low=0
+        0.0,
+        "cap of attention's scores s, which become cap x tanh(s / cap); 0: none (by family)",
+        low=0,
+        needs=ATTENTION,
     )
     final_logit_softcapping: float = option(
         0.0, "cap of the logits s, which become cap x tanh(s / cap); 0: none (by family)", low=0
@@ -258,7 +264,12 @@ class ModelConfig(MixerOptions):
         low=0,
     )
     attention_dropout: float = option(
-        0.0, "dropout of attention probabilities (by family)", low=0, below=1, resume=UPDATE
+        0.0,
+        "dropout of attention probabilities (by family)",
+        low=0,
+        below=1,
+        resume=UPDATE,
+        needs=ATTENTION,
     )
     hidden_dropout: float = option(
         0.0, "dropout before each residual sum (by family)", low=0, below=1, resume=UPDATE

@@ -187,7 +187,10 @@ class OptimizerConfig:
         False,
         "weight decay of the norms of queries and keys, too (Qwen3-Next)",
         small=SHORT,
-        needs="qk_norm = head|all-heads",
+        needs=(
+            "qk_norm = head|all-heads",
+            "not multi_latent_attention: norms of heads (--no-multi-latent-attention)",
+        ),
     )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)

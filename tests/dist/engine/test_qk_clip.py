@@ -18,7 +18,10 @@ LATENT = {
     "qk_norm": "head",
 }
 LATENT |= {"qk_pos_emb_head_dim": 2, "v_head_dim": 3, "num_query_groups": None, "optimizer": "muon"}
-MODELS: dict[str, dict[str, Any]] = {"one key for ranks": {"num_query_groups": 1}, "latents, muon": LATENT}
+MODELS: dict[str, dict[str, Any]] = {
+    "one key for ranks, further tokens": {"num_query_groups": 1, "mtp_num_layers": 1},
+    "latents, muon": LATENT,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2 x zero3, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     | {"zero_preset": "zero3"},

@@ -139,6 +139,8 @@ PP --pipeline-model-parallel-layout Et|t*3L --mtp-num-layers 2
 PP --pipeline-model-parallel-layout Et*3m|tL -> --pipeline-partition Et*3m|tL; balanced
 --mtp-num-layers 1 --position-embedding-type learned_absolute
     -> --mtp-num-layers 1; --position-embedding-type learned_absolute; --position-embedding-type rope
+--mtp-num-layers 64 --seq-length 64 -> --mtp-num-layers 64; --seq-length 64; 63
+--mtp-num-layers 1 --hybrid-layer-pattern M*- -> --mtp-num-layers 1; --hybrid-layer-pattern M*-; 0
 PP --pipeline-model-parallel-layout Et|(t|)*2tt -> --pipeline-partition Et|(t|)*2tt; balanced
 PP --pipeline-model-parallel-layout Et|t|ttL -> --pipeline-model-parallel-size 2; 2,2
 --num-layers 8 PP --num-layers-per-virtual-pipeline-stage 3
@@ -205,6 +207,8 @@ CP --model-family qwen3_next --kv-channels 8
     -> --linear-num-key-heads 2; --tensor-model-parallel-size 4; 2
 --model-family qwen3_next --kv-channels 8 --linear-attention-freq 0,1 -> --linear-attention-freq 0,1; --num-layers
 --hybrid-layer-pattern M+-- -> --hybrid-layer-pattern M+--; --multi-latent-attention; M--
+--hybrid-layer-pattern M*-/*-/*- -> --hybrid-layer-pattern M*-/*-/*-; --multi-latent-attention; M*-
+--hybrid-layer-pattern | -> --hybrid-layer-pattern; M, G or *
 --hybrid-layer-pattern M*- --num-layers 4 -> --hybrid-layer-pattern M*-; --num-layers 4; --num-layers 3
 --hybrid-layer-pattern EE --num-layers 2 --num-experts 4 -> --hybrid-layer-pattern EE; M, G or *
 --hybrid-layer-pattern M-E* -> --hybrid-layer-pattern M-E*; --num-experts

@@ -83,3 +83,9 @@ def test_a_step_scales_queries_and_keys_after_its_update(tmp_path: Path, model: 
         scale = powers.get(name.removeprefix("layers.0.attention."), torch.ones(1, dtype=torch.float64))
         want = weights * (scale if weights.ndim == 1 else scale[:, None])
         torch.testing.assert_close(clipped[name], want, rtol=1e-6, atol=0, msg=name)
+
+
+def test_attention_that_predicts_further_tokens_is_bounded_too(tmp_path: Path) -> None:
+    held: list[Any] = []
+    run({**SMALL, "mtp_num_layers": 1, "qk_clip": True, "log_dir": str(tmp_path)}, held.append)
+    assert held[0].engine.part(QKClip).largest.keys() == {0, 1}

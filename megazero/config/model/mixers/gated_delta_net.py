@@ -20,7 +20,7 @@ from megazero.config.nearest import multiples_around
 from megazero.config.options.fields import option
 from megazero.families.layer_kinds import GATED_DELTA_NET
 
-NEEDED = f"mixers = {GATED_DELTA_NET}: --experimental-attention-variant {GATED_DELTA_NET}"
+NEEDED = f"mixers = {GATED_DELTA_NET}: layers of it (--experimental-attention-variant, G in --hybrid-layer-pattern)"
 
 
 @dataclass(frozen=True, kw_only=True)

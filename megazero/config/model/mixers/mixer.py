@@ -9,9 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from megazero.config.model.parameters import ParameterSpec
 
-CHUNK = (
-    64  # tokens whose products are matrices where they meet in a state; between chunks there is that alone
-)
+# Tokens whose products are matrices, where tokens meet in a state; between chunks there is that alone.
+CHUNK = 64
 Names = Mapping[str, str | tuple[str, int]]
 
 

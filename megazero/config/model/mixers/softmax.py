@@ -7,13 +7,10 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
 from megazero.config.model.mixers.mixer import Heads, Mixer, TokenWork
-from megazero.config.model.parameters import Backbone, ParameterSpec, column, norm, row
+from megazero.config.model.parameters import ATTENTION, Backbone, ParameterSpec, column, norm, row
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.fields import option
 from megazero.families.family import qkv
-
-# Another mixer leaves layers to softmax attention.
-_SOME = "linear_attention_freq or not experimental_attention_variant: --linear-attention-freq"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +20,9 @@ class SoftmaxOptions(Backbone):
     NEEDS: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
         **dict.fromkeys(
             ("num_query_groups", "kv_channels", "add_qkv_bias", "attention_output_gate"),
-            ("not multi_latent_attention: --no-multi-latent-attention", _SOME),
+            ("not multi_latent_attention: --no-multi-latent-attention", ATTENTION),
         ),
-        **dict.fromkeys(("qk_norm", "softmax_"), _SOME),
+        **dict.fromkeys(("qk_norm", "softmax_"), ATTENTION),
     }
 
     num_query_groups: int = option(
