@@ -22,6 +22,7 @@ SIZE = 10_000  # units of a plot's width and height
 COLOURS = 8  # --c0 .. --c7
 POINTS = 8000  # of a chart: 0.1 MB
 COLUMNS = 1000  # that a screen tells apart
+ROOM = 0.04  # of a plot's height, above and below what is drawn
 UNITS = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
 
 Point = tuple[float, float]
@@ -30,7 +31,8 @@ Point = tuple[float, float]
 class Series(NamedTuple):
     """Numbers over ascending numbers. What is not finite is a gap.
 
-    kind: "line"; "dots" on a thin line; "dashed"; or "band": a chart stacks its bands, which have the same x.
+    kind: "line", "dashed" or "dotted"; "dots" on a thin line; or "band": a chart stacks its bands, which have the
+    same x. Of more points than a screen tells apart, a line is their mean, before their range.
     """
 
     name: str
@@ -58,21 +60,30 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Axis:
-    """Places numbers on 0 .. SIZE. low < high, both above 0 if ``log``."""
+class Scale:
+    """Places numbers on 0 .. SIZE. low < high, both above 0 if ``log``. whole: its ticks are whole numbers."""
 
     low: float
     high: float
     log: bool = False
+    whole: bool = False
 
     @classmethod
-    def over(cls, values: Iterable[float], log: bool = False, zero: bool = False) -> Axis:
-        """Return the axis of what is finite and, if ``log``, above 0. zero: it begins at 0."""
+    def over(cls, values: Iterable[float], log: bool = False, zero: bool = False) -> Scale:
+        """Return the scale of what is finite and, if ``log``, above 0. zero: it begins at 0."""
         seen = [v for v in values if math.isfinite(v) and (v > 0 or not log)] or [1.0]
         low, high = (0.0 if zero else min(seen)), max(seen)
         if low >= high:
             low, high = (low / 2, high * 2) if log else (low - 1, low + 1)
-        return cls(low, high, log)
+        return cls(low, high, log, all(float(v).is_integer() for v in seen))
+
+    def wider(self, keep_low: bool) -> Scale:
+        """Return the axis with some room above and, unless ``keep_low``, below."""
+        if self.log:
+            part = (self.high / self.low) ** ROOM
+            return Scale(self.low / part, self.high * part, True)
+        part = (self.high - self.low) * ROOM
+        return Scale(self.low - part * (not keep_low), self.high + part)
 
     def holds(self, value: float) -> bool:
         return math.isfinite(value) and (value > 0 or not self.log)
@@ -88,13 +99,13 @@ class Axis:
         if self.log and self.high > 8 * self.low:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             parts = (1, 2, 5) if len(powers) < 4 else (1,)
-            found = [part * 10.0**power for power in powers[:: 1 + len(powers) // 7] for part in parts]
+            found = [part * 10.0**power for power in powers[:: 1 + len(powers) // 9] for part in parts]
         else:
             rough = (self.high - self.low) / 5
             power = 10.0 ** math.floor(math.log10(rough))
-            step = next(power * part for part in (1, 2, 5, 10) if power * part >= rough * 0.999)
+            step = next(power * part for part in (1, 2, 2.5, 5, 10) if power * part >= rough * 0.999)
             found = [step * k for k in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        return [tick for tick in found if self.low <= tick <= self.high]
+        return [t for t in found if self.low <= t <= self.high and (not self.whole or float(t).is_integer())]
 
 
 def text(value: object) -> str:
@@ -124,17 +135,20 @@ def chart(
 ) -> str:
     """Return a figure. x, y: what the axes show, with units. zero: the y axis begins at 0."""
     columns = min(COLUMNS, POINTS // (2 * max(1, len(series))))
-    across = Axis.over((v for each in series for v in each.x), log_x)
+    across = Scale.over((v for each in series for v in each.x), log_x)
     bands = [each for each in series if each.kind == "band"]
     outlines = dict(zip((each.name for each in bands), stacked(bands, across, columns // 2), strict=True))
     seen = [v for each in series if each.kind != "band" for v in each.y]
     seen += [v for outline in outlines.values() for _, v in outline]
-    up = Axis.over(seen, log_y, zero or bool(bands))
+    zero = zero or bool(bands)
+    up = Scale.over(seen, log_y, zero).wider(keep_low=zero)
     drawn = list[str]()
     for each in series:
         pieces = [outlines[each.name]] if each in bands else list(thinned(each, across, up, columns))
-        places = [[(across.place(at), SIZE - up.place(v)) for at, v in piece] for piece in pieces]
-        drawn.append(_path(each, places))
+        if each.kind == "line" and len(each.x) > 2 * columns:
+            drawn.append(_path(each._replace(kind="range", name=""), pieces, across, up))
+            pieces = list(thinned(averaged(each, across, columns // 4), across, up, columns))
+        drawn.append(_path(each, pieces, across, up))
     key = "".join(
         f'<span class="entry {each.kind}" style="--c:var(--c{each.colour % COLOURS})">{text(each.name)}</span>'
         for each in series
@@ -149,10 +163,10 @@ def chart(
     )
 
 
-def thinned(series: Series, across: Axis, up: Axis, columns: int) -> Iterator[list[Point]]:
+def thinned(series: Series, across: Scale, up: Scale, columns: int) -> Iterator[list[Point]]:
     """Yield the pieces of a line between its gaps. Of a column's points the lowest and the highest are left."""
     piece = list[Point]()
-    for _, group in groupby(range(len(series.x)), lambda i: across.place(series.x[i]) * columns // SIZE):
+    for group in columned(series.x, across, columns):
         seen = [i for i in group if up.holds(series.y[i])]
         if seen:
             ends = {min(seen, key=series.y.__getitem__), max(seen, key=series.y.__getitem__)}
@@ -164,22 +178,36 @@ def thinned(series: Series, across: Axis, up: Axis, columns: int) -> Iterator[li
         yield piece
 
 
-def stacked(bands: Sequence[Series], across: Axis, columns: int) -> Iterator[list[Point]]:
+def columned(x: Sequence[float], across: Scale, columns: int) -> Iterator[list[int]]:
+    """Yield the indices of the numbers in each column of a plot that has some."""
+    for _, group in groupby(range(len(x)), lambda i: across.place(x[i]) * columns // SIZE):
+        yield [*group]
+
+
+def averaged(series: Series, across: Scale, columns: int) -> Series:
+    """Return the means over columns of what is finite."""
+    x, y = list[float](), list[float]()
+    for group in columned(series.x, across, columns):
+        seen = [i for i in group if math.isfinite(series.y[i])]
+        x.append(sum(series.x[i] for i in group) / len(group))
+        y.append(sum(series.y[i] for i in seen) / len(seen) if seen else math.nan)
+    return series._replace(x=x, y=y)
+
+
+def stacked(bands: Sequence[Series], across: Scale, columns: int) -> Iterator[list[Point]]:
     """Yield each band's outline: means over columns, on top of the bands before it, there and back."""
-    if not bands:
-        return
-    x = bands[0].x
-    groups = [[*g] for _, g in groupby(range(len(x)), lambda i: across.place(x[i]) * columns // SIZE)]
-    middles = [sum(x[i] for i in group) / len(group) for group in groups]
-    low = [0.0] * len(groups)
+    low: Sequence[float] = ()
     for band in bands:
-        own = [sum(v for i in g if math.isfinite(v := band.y[i])) / len(g) for g in groups]
-        top = [a + b for a, b in zip(low, own, strict=True)]
-        yield [*zip(middles, top, strict=True), *[*zip(middles, low, strict=True)][::-1]]
+        means = averaged(band, across, columns)
+        low = low or [0.0] * len(means.x)
+        top = [a + (b if math.isfinite(b) else 0.0) for a, b in zip(low, means.y, strict=True)]
+        yield [*zip(means.x, top, strict=True), *[*zip(means.x, low, strict=True)][::-1]]
         low = top
 
 
-def _path(series: Series, pieces: Sequence[Sequence[tuple[int, int]]]) -> str:
+def _path(series: Series, points: Iterable[Iterable[Point]], across: Scale, up: Scale) -> str:
+    pieces = [[(across.place(x), SIZE - up.place(y)) for x, y in piece] for piece in points]
+
     def path(kind: str, d: str, name: str = "") -> str:
         named = f' data-name="{text(name)}"' if name else ""
         return f'<path class="{kind}" style="--c:var(--c{series.colour % COLOURS})"{named} d="{d}"/>'
@@ -191,13 +219,13 @@ def _path(series: Series, pieces: Sequence[Sequence[tuple[int, int]]]) -> str:
     return path("thin", line) + path("dots", dots, series.name)
 
 
-def _grid(across: Axis, up: Axis) -> str:
+def _grid(across: Scale, up: Scale) -> str:
     lines = [f"M0,{SIZE - up.place(tick)}h{SIZE}" for tick in up.ticks()]
     lines += [f"M{across.place(tick)},0v{SIZE}" for tick in across.ticks()]
     return f'<path class="grid" d="{"".join(lines)}"/>'
 
 
-def _ticks(across: Axis, up: Axis) -> str:
+def _ticks(across: Scale, up: Scale) -> str:
     places = (("y", "bottom", up), ("x", "left", across))
     return "".join(
         f'<span class="{name}" style="{side}:{axis.place(tick) / SIZE:.2%}">{short(tick)}</span>'
@@ -206,12 +234,12 @@ def _ticks(across: Axis, up: Axis) -> str:
     )
 
 
-def _marks(marks: Sequence[Mark], across: Axis) -> Iterator[str]:
+def _marks(marks: Sequence[Mark], across: Scale) -> Iterator[str]:
     """Yield marks by kind and place: those of one place are one."""
     inside = [mark for mark in marks if across.holds(mark.x) and across.low <= mark.x <= across.high]
 
     def spot(mark: Mark) -> tuple[str, int]:
-        return mark.kind, across.place(mark.x) // 50
+        return mark.kind, across.place(mark.x) // 200
 
     for (kind, _), group in groupby(sorted(inside, key=spot), spot):
         first, *others = group
@@ -242,7 +270,7 @@ def bars(rows: Sequence[Bar]) -> str:
     for row in rows:
         tick = "" if row.expected is None else f'<b style="left:{row.expected / whole:.2%}"></b>'
         bar = f'<div class="track"><i style="width:{row.value / whole:.2%}"></i>{tick}</div>'
-        lines.append(f"<span>{text(row.name)}</span>{bar}<span>{text(row.words)}</span>")
+        lines.append(f"<div><span>{text(row.name)}</span>{bar}<span>{text(row.words)}</span></div>")
     return f'<div class="bars">{"".join(lines)}</div>'
 
 

@@ -11,7 +11,7 @@ from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
 from megazero.config.run import all_options
 from megazero.files import write_text
-from megazero.ops.report import write_page
+from megazero.ops.report import report
 
 PAGE_FILE = "report.html"
 USAGE = """usage: megazero report [LOG_DIR ...] [flags below]
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(options: ReportOptions) -> int:
-    page, wrong = write_page(options.log_dir)
+    page, wrong = report(options.log_dir)
     path = Path(options.output or Path(options.log_dir[0]) / PAGE_FILE)
     write_text(path, page)
     for line in wrong:

@@ -15,14 +15,14 @@ from megazero.log.metrics import METRICS_FILE, decode
 MOST = 200  # names of one file
 
 
-class Curve(NamedTuple):
+class Points(NamedTuple):
     """Values by iteration, both of doubles. Iterations ascend."""
 
     x: array[float]
     y: array[float]
 
     @classmethod
-    def empty(cls) -> Curve:
+    def empty(cls) -> Points:
         return cls(array("d"), array("d"))
 
     def add(self, x: float, y: float) -> None:
@@ -34,11 +34,13 @@ class Curve(NamedTuple):
         self.y.append(y)
 
 
-def read_curves(log_dir: str | os.PathLike[str]) -> Mapping[str, Curve]:
-    """Return the curves by their names, nested ones joined by '/': ``time_bill/compute``. Of evaluations of other data
-    the data's name follows: ``eval_lm_loss test``. What is torn or has no iteration is passed over.
+def read_curves(log_dir: str | os.PathLike[str]) -> Mapping[str, Points]:
+    """Return the curves by their names, nested ones joined by '/': ``time_bill/compute``.
+
+    Of evaluations of other data the data's name follows: ``eval_lm_loss test``. What is torn or has no iteration is
+    passed over.
     """
-    curves, path = defaultdict[str, Curve](Curve.empty), Path(log_dir) / METRICS_FILE
+    curves, path = defaultdict[str, Points](Points.empty), Path(log_dir) / METRICS_FILE
     if not path.exists():
         return curves
     with open(path, "rb") as file:

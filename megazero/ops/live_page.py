@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 EVERY_S = 60.0  # a page is begun at most so often, and takes no longer part of the time than SHARE
 SHARE = 0.05  # of a core
-LAST_S = 20.0  # that the run's end waits for a page
+LAST_S = 30.0  # that the run's end waits for a page
 
 
 class LivePage:

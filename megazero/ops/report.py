@@ -18,29 +18,30 @@ from megazero.config.options.fields import show
 from megazero.config.run import RunConfig, World, stored_values
 from megazero.config.secrets import redact
 from megazero.config.summary import chosen, layout_lines
-from megazero.log.curves import Curve, read_curves
+from megazero.log.curves import Points, read_curves
 from megazero.log.exit_status import ExitStatus
 from megazero.log.history import RESOLVED_FILE
 from megazero.log.metrics import now
 from megazero.log.units import human_bytes, plural
 from megazero.mesh.levels import across, links_of, short
-from megazero.ops.status import RunFiles, facts, read_run, state
+from megazero.ops.status import RunFiles, facts, read_run, state, when
 from megazero.plan.base_layout import grid_of
 
 REFRESH_S = 60  # after which a page of a run that lives is loaded again
 LATEST = 1000  # iterations of which bytes are the median
 MOST_EVENTS, MOST_RANKS, MOST_BANDS = 200, 128, COLOURS
 WRONG = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)  # of lines by other hands
+LINES = ("line", "dashed", "dotted")  # of a run's curves beside those of others
 WELL = (ExitStatus.FINISHED, ExitStatus.STOPPED, ExitStatus.SWITCHED_OFF, ExitStatus.INTERRUPTED)
 
 
 @dataclass(frozen=True)
-class Run:
+class DrawnRun:
     """What is drawn of a run. name: among the runs of the page; '' of a single one."""
 
     name: str
     files: RunFiles
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, Points]
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -57,7 +58,10 @@ class Run:
         return RunConfig.of(stored_values(redact(stored)))
 
     def world(self) -> World:
-        return World(int(self.start["ranks"]), int(self.start["ranks_per_node"]))
+        try:
+            return World(int(self.start["ranks"]), int(self.start["ranks_per_node"]))
+        except LookupError:
+            raise ValueError("its last start has not told its ranks") from None
 
 
 class Panel(NamedTuple):
@@ -92,7 +96,7 @@ PANELS = (
 )
 
 
-def write_page(log_dirs: Sequence[str | os.PathLike[str]]) -> tuple[str, list[str]]:
+def report(log_dirs: Sequence[str | os.PathLike[str]]) -> tuple[str, list[str]]:
     """Return the page of the runs, and a line for each folder that is no run's. Raises ValueError if all are such."""
     found, wrong = list[RunFiles](), list[str]()
     for folder in log_dirs:
@@ -105,18 +109,20 @@ def write_page(log_dirs: Sequence[str | os.PathLike[str]]) -> tuple[str, list[st
     several = len(found) > 1
     root = os.path.commonpath([files.folder.absolute() for files in found])
     names = [os.path.relpath(files.folder.absolute(), root) if several else "" for files in found]
-    runs = [Run(name, files, read_curves(files.folder)) for name, files in zip(names, found, strict=True)]
+    runs = [
+        DrawnRun(name, files, read_curves(files.folder)) for name, files in zip(names, found, strict=True)
+    ]
     return _page(runs), wrong
 
 
-def _page(runs: Sequence[Run]) -> str:
+def _page(runs: Sequence[DrawnRun]) -> str:
     title = ", ".join(f"{run.files.folder}" for run in runs)
     shared: dict[str, Callable[[], str]] = {
         "": lambda: _states(runs),
         "Curves": lambda: f'<div class="charts">{"".join(_panels(runs))}</div>',
         "Flags that differ from their defaults": lambda: _flags(runs),
     }
-    own: dict[str, Callable[[Run], str]] = {
+    own: dict[str, Callable[[DrawnRun], str]] = {
         "Where the time of an iteration goes": _bill,
         "Bytes that the first rank sends in an iteration": _bytes,
         "Memory": _memory,
@@ -127,7 +133,7 @@ def _page(runs: Sequence[Run]) -> str:
     parts = [_part(name, make) for name, make in shared.items()]
     parts[2:2] = [_part(name, lambda make=make: _each(runs, make)) for name, make in own.items()]  # type: ignore[misc]
     lives = any(run.files.lives and not run.files.ends for run in runs)
-    body = f"<h1>{text(title)}</h1><small>written {text(now())}</small>{''.join(parts)}"
+    body = f"<h1>{text(title)}</h1><small>written {now()[:16].replace('T', ' ')} UTC</small>{''.join(parts)}"
     return page(title, body, refresh=REFRESH_S if lives else 0)
 
 
@@ -136,12 +142,17 @@ def _part(title: str, make: Callable[[], str]) -> str:
     try:
         made = make()
     except (*WRONG, OSError) as error:
-        made = f'<p class="note">not drawn: the files of the run do not give it ({text(redact(f"{error!r}"))})</p>'
+        made = _not_drawn(error)
     head = f"<h2>{text(title)}</h2>" if title else ""
     return f"<section>{head}{made}</section>" if made else ""
 
 
-def _each(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
+def _not_drawn(error: Exception, name: str = "") -> str:
+    said = f"{name} not drawn, for what the run's files hold: {redact(f'{error}')}"
+    return f'<p class="note">{text(said.strip())}</p>'
+
+
+def _each(runs: Sequence[DrawnRun], make: Callable[[DrawnRun], str]) -> str:
     """Return a part of every run, below its name if there are several."""
     made = [(run, _part("", lambda run=run: make(run))) for run in runs]  # type: ignore[misc]
     return "".join(f"<h3>{text(run.name)}</h3>{part}" if run.name else part for run, part in made if part)
@@ -150,9 +161,9 @@ def _each(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
 # -- all runs --------------------------------------------------------------------------------------------------------
 
 
-def _states(runs: Sequence[Run]) -> str:
+def _states(runs: Sequence[DrawnRun]) -> str:
     every = [redact(facts(run.files)) for run in runs]
-    names = dict.fromkeys(name for each in every for name in each)
+    names = dict.fromkeys(name for each in every for name in each if name != "run")
     alarm = "".join(
         f'<p class="alarm">{text(run.name or "this run")} needs a person: {text(redact(state(run.files).words))}</p>'
         for run in runs
@@ -162,7 +173,7 @@ def _states(runs: Sequence[Run]) -> str:
     return alarm + table(heads, [[name, *(each.get(name, "") for each in every)] for name in names])
 
 
-def _panels(runs: Sequence[Run]) -> Iterator[str]:
+def _panels(runs: Sequence[DrawnRun]) -> Iterator[str]:
     marks = list(_marks(runs[0])) if len(runs) == 1 else []
     for panel in PANELS:
         series = [
@@ -172,8 +183,8 @@ def _panels(runs: Sequence[Run]) -> Iterator[str]:
             yield chart(panel.title, series, y=panel.unit, marks=marks, log_y=panel.log, zero=panel.zero)
 
 
-def _series(panel: Panel, run: Run, number: int, several: bool) -> Iterator[Series]:
-    """Yield the curves of a run. Those of other data begin with the name of the curve. A run alone has a colour for each."""
+def _series(panel: Panel, run: DrawnRun, number: int, several: bool) -> Iterator[Series]:
+    """Yield the curves of a run. Of other data the name goes on. A run alone has a colour for each curve."""
     found = [
         (f"{words}{name.removeprefix(begin)}", name)
         for begin, words in panel.curves.items()
@@ -181,7 +192,8 @@ def _series(panel: Panel, run: Run, number: int, several: bool) -> Iterator[Seri
         if (name == begin or name.startswith(f"{begin} ")) and run.curves[name].x
     ]
     for place, (words, name) in enumerate(found):
-        colour, kind = number if several else place, "dots" if name.startswith("eval_") else "line"
+        colour, line = (number, LINES[place % len(LINES)]) if several else (place, "line")
+        kind = "dots" if name.startswith("eval_") else line
         yield Series(f"{run.name} {words}".strip(), *run.curves[name], colour, kind)
     needed = _needed(run) if "memory_bytes" in panel.curves and found else 0.0
     if needed:
@@ -190,7 +202,7 @@ def _series(panel: Panel, run: Run, number: int, several: bool) -> Iterator[Seri
         yield Series(name, [x[0], x[-1]], [needed] * 2, number if several else len(found), "dashed")
 
 
-def _marks(run: Run) -> Iterator[Mark]:
+def _marks(run: DrawnRun) -> Iterator[Mark]:
     for event in run.files.events:
         kind, at = event.get("event"), event.get("iteration")
         if not isinstance(at, int):
@@ -201,27 +213,34 @@ def _marks(run: Run) -> Iterator[Mark]:
             yield Mark(at, f"saved {event.get('path')}", "save")
         elif kind == "end" and event.get("status") not in WELL:
             yield Mark(at, f"{event.get('why')}", "alarm")
-    for at, skips in zip(*run.curves.get("skipped", Curve.empty()), strict=True):
+    for at, skips in zip(*run.curves.get("skipped", Points.empty()), strict=True):
         if skips:
             yield Mark(at, f"iteration {at:,.0f} was skipped: its norm was not finite", "alarm")
 
 
-def _flags(runs: Sequence[Run]) -> str:
+def _flags(runs: Sequence[DrawnRun]) -> str:
     """Return the options that differ from their defaults in some run. Those that runs differ in come first."""
-    every = [{o.key: (show(value), show(usual)) for o, value, usual in chosen(run.config())} for run in runs]
-    keys = dict.fromkeys(key for each in every for key in each)
-    default = {key: usual for each in every for key, (_, usual) in each.items()}
+    every, default, missing = dict[str, dict[str, str]](), dict[str, str](), ""
+    for run in runs:
+        try:
+            found = [*chosen(run.config())]
+        except (*WRONG, OSError) as error:
+            missing += _not_drawn(error, run.name)
+            continue
+        every[run.name] = {option.key: show(value) for option, value, _ in found}
+        default |= {option.key: show(usual) for option, _, usual in found}
     rows = [
-        (f"--{key}", *(each.get(key, (default[key],))[0] for each in every), default[key]) for key in keys
+        (f"--{key}", *(own.get(key, usual) for own in every.values()), usual)
+        for key, usual in default.items()
     ]
-    rows.sort(key=lambda row: len(set(row[1:-1])) == 1)
-    return table(["flag", *(run.name or "value" for run in runs), "default"], rows)
+    rows.sort(key=lambda row: len({*row[1:-1]}) == 1)
+    return (table(["flag", *(name or "value" for name in every), "default"], rows) if rows else "") + missing
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _bill(run: Run) -> str:
+def _bill(run: DrawnRun) -> str:
     times, bill = run.curves.get("iteration_time_s"), "time_bill/"
     if not times:
         return ""
@@ -254,7 +273,7 @@ def _link(name: str) -> str:
     return {short(link): across(link) for link in links_of(2)}.get(name.removesuffix("_node"), name)
 
 
-def _bytes(run: Run) -> str:
+def _bytes(run: DrawnRun) -> str:
     """Return bars by hop and link, beside the planner's count of the full global batch."""
     formula, rows = run.predicted.get("bytes") or {}, list[Bar]()
     measured = {
@@ -267,32 +286,40 @@ def _bytes(run: Run) -> str:
         sent, counted = measured.get(key, 0.0), formula.get(key)
         off = "" if not counted else f", {sent / counted - 1:+.2%} of the formula's {human_bytes(counted)}"
         rows.append(Bar(f"{kind} {_link(link)}", sent, counted, human_bytes(sent) + off))
-    said = "Medians of the latest iterations. The tick is the planner's count for a full global batch."
+    said = (
+        "Medians of the latest iterations. The tick is the planner's count for a full global batch, without numbers "
+        "of callbacks, which are in scalar."
+    )
     return f'{bars(rows)}<p class="note">{said}</p>' if rows else ""
 
 
-def _needed(run: Run) -> float:
+def _needed(run: DrawnRun) -> float:
     """Return the predicted memory with what was in use before the model, in bytes; 0 if it is not known."""
     items = run.predicted.get("memory") or {}
     return sum(items.values()) + run.predicted.get("in_use_before", 0) if items else 0.0
 
 
-def _memory(run: Run) -> str:
+def _memory(run: DrawnRun) -> str:
     items, peak = run.predicted.get("memory") or {}, run.curves.get("memory_bytes")
-    rows = [("measured at the peak", max(peak.y))] if peak else []
-    rows += (
-        [("predicted", _needed(run)), ("of it in use before the model", run.predicted["in_use_before"])]
-        if items
-        else []
-    )
-    rows += [(f"of it {name}", float(size)) for name, size in items.items() if size]
-    return bars([Bar(name, size, None, human_bytes(size)) for name, size in rows])
+    rows = {"measured, at the peak": max(peak.y)} if peak else {}
+    if items:
+        rows |= {
+            "predicted": _needed(run),
+            "in use before the model": run.predicted["in_use_before"],
+            **items,
+        }
+    return bars([Bar(name, size, None, human_bytes(size)) for name, size in rows.items() if size])
 
 
-def _events(run: Run) -> str:
+def _events(run: DrawnRun) -> str:
     saves = sum(event.get("event") == "save" for event in run.files.events)
     rows = [
-        (event.get("time", ""), event.get("event"), event.get("iteration", ""), _words(event))
+        (
+            f"{at:%F %T}" if (at := when(event)) else "",
+            event.get("event"),
+            event.get("iteration", ""),
+            _words(event),
+        )
         for event in run.files.events
         if event.get("event") != "save"
     ]
@@ -300,7 +327,7 @@ def _events(run: Run) -> str:
         rows.append(("", "hang", "", f"{run.files.folder / 'hang'} has the stacks of the ranks"))
     said = f"{plural(saves, 'save')}; metrics.jsonl has every skipped iteration"
     return (
-        table(["time", "event", "iteration", ""], rows[-MOST_EVENTS:]) + f'<p class="note">{said}</p>'
+        table(["UTC", "event", "iteration", ""], rows[-MOST_EVENTS:]) + f'<p class="note">{said}</p>'
         if rows
         else ""
     )
@@ -312,7 +339,7 @@ def _words(event: Mapping[str, Any]) -> str:
     return f"{event.get('why', '')} (status {event['status']})" if "status" in event else ""
 
 
-def _layout(run: Run) -> str:
+def _layout(run: DrawnRun) -> str:
     """Draw nodes with their ranks: where each lies on the axes of more than one rank, coloured by its stage."""
     config, world = run.config(), run.world()
     grid, hosts = grid_of(config, world, config.shards(world).factors), run.start.get("hosts", ())
@@ -325,15 +352,20 @@ def _layout(run: Run) -> str:
         nodes.setdefault(f"node {node}{host}", []).append(
             (f"rank {rank}{places}", grid.axis("pp").index(rank))
         )
-    lines = "".join(f"<p>{text(line.strip())}</p>" for line in layout_lines(config, world))
+    lines = "".join(
+        f"<p>{text(line.removeprefix('layout').strip())}</p>" for line in layout_lines(config, world)
+    )
     more = world.world_size - MOST_RANKS
     return boxes(nodes) + (f'<p class="note">and {plural(more, "rank")} more</p>' if more > 0 else "") + lines
 
 
-def _environment(run: Run) -> str:
+def _environment(run: DrawnRun) -> str:
     start = run.start
     rows = [("folder", f"{run.files.folder.absolute()}"), ("run", start.get("run_id", ""))]
-    rows += [(name, start.get(name, "")) for name in ("device", "ranks", "ranks_per_node", "job_id")]
+    rows += [
+        (name.replace("_", " "), start.get(name, ""))
+        for name in ("device", "ranks", "ranks_per_node", "job_id")
+    ]
     rows += [("hosts", ", ".join(map(str, start.get("hosts", ()))))]
     rows += [(name, version) for name, version in (start.get("versions") or {}).items()]
     return table([], [(name, f"{value}") for name, value in rows if value != ""])

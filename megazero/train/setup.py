@@ -323,7 +323,7 @@ def _announce(
     notes = (*progress.notes, *built.notes, *halt)
     progress = replace(progress, run_id=start.run_id, notes=notes)
     guard, peak = partial(lease.check, config.logging.log_dir), peak_tflops(config, mesh.device)
-    first, predicted = mesh.rank == 0, built.forecast.facts() if built.forecast else {}
+    first, predicted = mesh.rank == 0, built.forecast.facts(mesh.device) if built.forecast else {}
     about = {**surroundings(mesh), "predicted": predicted}
     outputs = open_outputs(
         config, progress, start, length.last_iteration, stack, guard, first=first, peak=peak, about=about
