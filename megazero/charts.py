@@ -50,15 +50,6 @@ class Mark(NamedTuple):
     kind: str
 
 
-class Bar(NamedTuple):
-    """A value, and the one that was expected."""
-
-    name: str
-    value: float
-    expected: float | None
-    words: str
-
-
 @dataclass(frozen=True)
 class Scale:
     """Places numbers on 0 .. SIZE. low < high, both above 0 if ``log``. whole: its ticks are whole numbers."""
@@ -78,7 +69,7 @@ class Scale:
         return cls(low, high, log, all(float(v).is_integer() for v in seen))
 
     def wider(self, keep_low: bool) -> Scale:
-        """Return the axis with some room above and, unless ``keep_low``, below."""
+        """Return the scale with some room above and, unless ``keep_low``, below."""
         if self.log:
             part = (self.high / self.low) ** ROOM
             return Scale(self.low / part, self.high * part, True)
@@ -89,9 +80,7 @@ class Scale:
         return math.isfinite(value) and (value > 0 or not self.log)
 
     def place(self, value: float) -> int:
-        low, high, at = (
-            map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
-        )
+        low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return round((at - low) / (high - low) * SIZE)
 
     def ticks(self) -> list[float]:
@@ -129,38 +118,36 @@ def chart(
     x: str = "iteration",
     y: str = "",
     marks: Sequence[Mark] = (),
-    log_x: bool = False,
-    log_y: bool = False,
+    log: bool = False,
     zero: bool = False,
 ) -> str:
-    """Return a figure. x, y: what the axes show, with units. zero: the y axis begins at 0."""
+    """Return a figure. x, y: what the axes show, with units. log: of the y axis, which begins at 0 if ``zero``."""
     columns = min(COLUMNS, POINTS // (2 * max(1, len(series))))
-    across = Scale.over((v for each in series for v in each.x), log_x)
-    bands = [each for each in series if each.kind == "band"]
-    outlines = dict(zip((each.name for each in bands), stacked(bands, across, columns // 2), strict=True))
+    across = Scale.over(v for each in series for v in each.x)
+    outlines = [*stacked([each for each in series if each.kind == "band"], across, columns // 2)]
     seen = [v for each in series if each.kind != "band" for v in each.y]
-    seen += [v for outline in outlines.values() for _, v in outline]
-    zero = zero or bool(bands)
-    up = Scale.over(seen, log_y, zero).wider(keep_low=zero)
-    drawn = list[str]()
+    zero = zero or bool(outlines)
+    up = Scale.over(seen + [v for outline in outlines for _, v in outline], log, zero).wider(keep_low=zero)
+    drawn, key, bands = list[str](), list[str](), iter(outlines)
     for each in series:
-        pieces = [outlines[each.name]] if each in bands else list(thinned(each, across, up, columns))
+        pieces = [next(bands)] if each.kind == "band" else [*thinned(each, across, up, columns)]
         if each.kind == "line" and len(each.x) > 2 * columns:
             drawn.append(_path(each._replace(kind="range", name=""), pieces, across, up))
-            pieces = list(thinned(averaged(each, across, columns // 4), across, up, columns))
+            pieces = [*thinned(averaged(each, across, columns // 4), across, up, columns)]
         drawn.append(_path(each, pieces, across, up))
-    key = "".join(
-        f'<span class="entry {each.kind}" style="--c:var(--c{each.colour % COLOURS})">{text(each.name)}</span>'
-        for each in series
-        if each.name
-    )
-    axes = json.dumps([[x, across.low, across.high, across.log], ["", up.low, up.high, up.log]])
+        key.append(f'<span class="entry {each.kind}" style="{_colour(each.colour)}">{text(each.name)}</span>')
+    axes = json.dumps([[x, across.low, across.high, False], ["", up.low, up.high, up.log]])
+    grid, words = _ticks(across, up)
     return (
         f'<figure class="chart"><figcaption>{text(title)}<small>{text(y)}</small></figcaption>'
         f'<div class="plot" data-axes="{text(axes)}"><svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none">'
-        f"{_grid(across, up)}{''.join(drawn)}</svg>{_ticks(across, up)}{''.join(_marks(marks, across))}"
-        f'<div class="tip" hidden></div></div><small class="x">{text(x)}</small><div class="key">{key}</div></figure>'
+        f'{grid}{"".join(drawn)}</svg>{words}{"".join(_marks(marks, across))}<div class="tip" hidden></div></div>'
+        f'<small class="x">{text(x)}</small><div class="key">{"".join(key)}</div></figure>'
     )
+
+
+def _colour(number: int) -> str:
+    return f"--c:var(--c{number % COLOURS})"
 
 
 def thinned(series: Series, across: Scale, up: Scale, columns: int) -> Iterator[list[Point]]:
@@ -210,7 +197,7 @@ def _path(series: Series, points: Iterable[Iterable[Point]], across: Scale, up: 
 
     def path(kind: str, d: str, name: str = "") -> str:
         named = f' data-name="{text(name)}"' if name else ""
-        return f'<path class="{kind}" style="--c:var(--c{series.colour % COLOURS})"{named} d="{d}"/>'
+        return f'<path class="{kind}" style="{_colour(series.colour)}"{named} d="{d}"/>'
 
     line = "".join("M" + " ".join(f"{a},{b}" for a, b in piece) for piece in pieces)
     if series.kind != "dots":
@@ -219,19 +206,15 @@ def _path(series: Series, points: Iterable[Iterable[Point]], across: Scale, up: 
     return path("thin", line) + path("dots", dots, series.name)
 
 
-def _grid(across: Scale, up: Scale) -> str:
-    lines = [f"M0,{SIZE - up.place(tick)}h{SIZE}" for tick in up.ticks()]
-    lines += [f"M{across.place(tick)},0v{SIZE}" for tick in across.ticks()]
-    return f'<path class="grid" d="{"".join(lines)}"/>'
-
-
-def _ticks(across: Scale, up: Scale) -> str:
-    places = (("y", "bottom", up), ("x", "left", across))
-    return "".join(
-        f'<span class="{name}" style="{side}:{axis.place(tick) / SIZE:.2%}">{short(tick)}</span>'
-        for name, side, axis in places
-        for tick in axis.ticks()
+def _ticks(across: Scale, up: Scale) -> tuple[str, str]:
+    """Return the lines of the grid, and what they mean."""
+    rows = [(f"M0,{SIZE - up.place(tick)}h{SIZE}", "y", "bottom", up, tick) for tick in up.ticks()]
+    rows += [(f"M{across.place(tick)},0v{SIZE}", "x", "left", across, tick) for tick in across.ticks()]
+    words = (
+        f'<span class="{name}" style="{side}:{scale.place(tick) / SIZE:.2%}">{short(tick)}</span>'
+        for _, name, side, scale, tick in rows
     )
+    return f'<path class="grid" d="{"".join(row[0] for row in rows)}"/>', "".join(words)
 
 
 def _marks(marks: Sequence[Mark], across: Scale) -> Iterator[str]:
@@ -255,30 +238,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table. Numbers are shortened, and stand to the right."""
 
     def cell(value: object) -> str:
-        number = isinstance(value, int | float)
-        return f'<td class="n">{short(float(value))}</td>' if number else f"<td>{text(value)}</td>"
+        if isinstance(value, int | float):
+            return f'<td class="n">{short(value)}</td>'
+        return f"<td>{text(value)}</td>"
 
     lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     heads = "".join(f"<th>{text(each)}</th>" for each in head)
     return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def bars(rows: Sequence[Bar]) -> str:
-    """Return a bar for each value, with a tick where it was expected."""
-    whole = max((max(row.value, row.expected or 0.0) for row in rows), default=0.0) or 1.0
-    lines = []
-    for row in rows:
-        tick = "" if row.expected is None else f'<b style="left:{row.expected / whole:.2%}"></b>'
-        bar = f'<div class="track"><i style="width:{row.value / whole:.2%}"></i>{tick}</div>'
-        lines.append(f"<div><span>{text(row.name)}</span>{bar}<span>{text(row.words)}</span></div>")
-    return f'<div class="bars">{"".join(lines)}</div>'
-
-
 def boxes(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
     """Return a box for each group with a small one for each of its parts, which have words and a colour."""
     out = []
     for name, parts in groups.items():
-        cells = "".join(f'<span style="--c:var(--c{c % COLOURS})">{text(words)}</span>' for words, c in parts)
+        cells = "".join(f'<span style="{_colour(c)}">{text(words)}</span>' for words, c in parts)
         out.append(f"<div><b>{text(name)}</b>{cells}</div>")
     return f'<div class="boxes">{"".join(out)}</div>'
 

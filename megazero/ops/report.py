@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from megazero.bounded import read_yaml
-from megazero.charts import COLOURS, Bar, Mark, Series, bars, boxes, chart, page, table, text
+from megazero.charts import COLOURS, Mark, Series, boxes, chart, page, table, text
 from megazero.config.options.fields import show
 from megazero.config.run import RunConfig, World, stored_values
 from megazero.config.secrets import redact
@@ -24,15 +24,35 @@ from megazero.log.history import RESOLVED_FILE
 from megazero.log.metrics import now
 from megazero.log.units import human_bytes, plural
 from megazero.mesh.levels import across, links_of, short
-from megazero.ops.status import RunFiles, facts, read_run, state, when
+from megazero.ops.status import RunFiles, facts, read_run, restarts, state
 from megazero.plan.base_layout import grid_of
 
 REFRESH_S = 60  # after which a page of a run that lives is loaded again
 LATEST = 1000  # iterations of which bytes are the median
-MOST_EVENTS, MOST_RANKS, MOST_BANDS = 200, 128, COLOURS
-WRONG = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)  # of lines by other hands
+MOST_RANKS = 128  # drawn
+WRONG = (
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    OSError,
+)  # of files by other hands
 LINES = ("line", "dashed", "dotted")  # of a run's curves beside those of others
 WELL = (ExitStatus.FINISHED, ExitStatus.STOPPED, ExitStatus.SWITCHED_OFF, ExitStatus.INTERRUPTED)
+
+ERROR = "quantization_error_"
+# Charts of all runs: title, unit, whether the y axis is logarithmic (else it begins at 0), and words for each curve.
+PANELS: Sequence[tuple[str, str, bool, Mapping[str, str]]] = (
+    ("Loss", "nats per token", True, {"lm_loss": "training", "eval_lm_loss": "evaluation"}),
+    ("Speed", "tokens per second", False, {"tokens_per_s": "tokens"}),
+    ("Norm of the gradients", "before clipping", True, {"grad_norm": "norm"}),
+    ("Learning rate", "", False, {"learning_rate": "learning rate"}),
+    ("Memory of the first rank", "bytes at the peak", False, {"memory_bytes": "measured"}),
+    ("Rounding error of messages", "share of what is sent", False,
+     {f"{ERROR}weights": "weights", f"{ERROR}gradients": "gradients", "quantization_zeroed_gradients": "zeroed"}),
+    ("Balance of experts", "fullest over mean", False, {"experts/load": "load"}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,50 +70,17 @@ class DrawnRun:
 
     @property
     def predicted(self) -> Mapping[str, Any]:
-        return self.start.get("predicted") or {}
+        return self.start.get("predicted") or {"memory": {}, "bytes": {}}
+
+    @property
+    def memory(self) -> float:
+        """The predicted bytes at the peak of the first rank, with what was in use before; 0 if they are not known."""
+        return sum(self.predicted["memory"].values()) + self.predicted.get("in_use_before", 0)
 
     def config(self) -> RunConfig:
         """Return the configuration of the last start. Raises ValueError or OSError."""
         stored, _ = read_yaml(self.files.folder / RESOLVED_FILE)
         return RunConfig.of(stored_values(redact(stored)))
-
-    def world(self) -> World:
-        try:
-            return World(int(self.start["ranks"]), int(self.start["ranks_per_node"]))
-        except LookupError:
-            raise ValueError("its last start has not told its ranks") from None
-
-
-class Panel(NamedTuple):
-    """A chart of all runs. curves: their names in metrics.jsonl, and words for the legend."""
-
-    title: str
-    unit: str
-    curves: Mapping[str, str]
-    log: bool = False
-    zero: bool = False
-
-
-ERROR = "quantization_error_"
-PANELS = (
-    Panel("Loss", "nats per token", {"lm_loss": "training", "eval_lm_loss": "evaluation"}, log=True),
-    Panel("Speed", "tokens per second", {"tokens_per_s": "tokens"}, zero=True),
-    Panel("Norm of the gradients", "before clipping", {"grad_norm": "norm"}, log=True),
-    Panel("Learning rate", "", {"learning_rate": "learning rate"}, zero=True),
-    Panel("Memory of the first rank", "bytes at the peak", {"memory_bytes": "measured"}, zero=True),
-    Panel(
-        "Rounding error of messages",
-        "share of what is sent",
-        {
-            f"{ERROR}weights": "weights",
-            f"{ERROR}gradients": "gradients",
-            "quantization_zeroed_gradients": "zeroed",
-        },
-        zero=True,
-    ),
-    Panel("Balance of experts", "fullest over mean", {"experts/load": "load"}),
-    Panel("Largest score of attention", "before any cap", {"max_attention_logit": "score"}),
-)
 
 
 def report(log_dirs: Sequence[str | os.PathLike[str]]) -> tuple[str, list[str]]:
@@ -106,106 +93,103 @@ def report(log_dirs: Sequence[str | os.PathLike[str]]) -> tuple[str, list[str]]:
             wrong.append(f"{error}")
     if not found:
         raise ValueError("; ".join(wrong) or "no runs are named: give their --log-dir")
-    several = len(found) > 1
-    root = os.path.commonpath([files.folder.absolute() for files in found])
-    names = [os.path.relpath(files.folder.absolute(), root) if several else "" for files in found]
+    folders = [files.folder.absolute() for files in found]
+    root = os.path.commonpath(folders)
+    names = [os.path.relpath(folder, root) if len(found) > 1 else "" for folder in folders]
     runs = [
         DrawnRun(name, files, read_curves(files.folder)) for name, files in zip(names, found, strict=True)
     ]
-    return _page(runs), wrong
+    return _page(runs, ", ".join(map(str, folders))), wrong
 
 
-def _page(runs: Sequence[DrawnRun]) -> str:
-    title = ", ".join(f"{run.files.folder}" for run in runs)
-    shared: dict[str, Callable[[], str]] = {
-        "": lambda: _states(runs),
-        "Curves": lambda: f'<div class="charts">{"".join(_panels(runs))}</div>',
-        "Flags that differ from their defaults": lambda: _flags(runs),
-    }
-    own: dict[str, Callable[[DrawnRun], str]] = {
+def _page(runs: Sequence[DrawnRun], title: str) -> str:
+    own = {
         "Where the time of an iteration goes": _bill,
-        "Bytes that the first rank sends in an iteration": _bytes,
-        "Memory": _memory,
+        "Bytes of the first rank": _bytes,
         "Events": _events,
         "Layout": _layout,
-        "Environment": _environment,
     }
-    parts = [_part(name, make) for name, make in shared.items()]
-    parts[2:2] = [_part(name, lambda make=make: _each(runs, make)) for name, make in own.items()]  # type: ignore[misc]
+    parts = [_part(_states, runs), f'<h2>Curves</h2><div class="charts">{"".join(_panels(runs))}</div>']
+    for head, make in own.items():
+        made = [(run, _part(make, run)) for run in runs]
+        each = [f"<h3>{text(run.name)}</h3>{part}" if run.name else part for run, part in made if part]
+        parts += [f"<h2>{head}</h2>", *each] if each else []
+    parts += ["<h2>Flags that differ from their defaults</h2>", _flags(runs)]
     lives = any(run.files.lives and not run.files.ends for run in runs)
     body = f"<h1>{text(title)}</h1><small>written {now()[:16].replace('T', ' ')} UTC</small>{''.join(parts)}"
     return page(title, body, refresh=REFRESH_S if lives else 0)
 
 
-def _part(title: str, make: Callable[[], str]) -> str:
-    """Return a part of the page, left out if it is empty. Lines that do not give it are no end of the page."""
+def _part(make: Callable[..., str], *args: Any) -> str:
+    """Return a part of the page. Lines that do not give it are no end of the page."""
     try:
-        made = make()
-    except (*WRONG, OSError) as error:
-        made = _not_drawn(error)
-    head = f"<h2>{text(title)}</h2>" if title else ""
-    return f"<section>{head}{made}</section>" if made else ""
+        return make(*args)
+    except WRONG as error:
+        return _not_drawn(error)
 
 
 def _not_drawn(error: Exception, name: str = "") -> str:
-    said = f"{name} not drawn, for what the run's files hold: {redact(f'{error}')}"
-    return f'<p class="note">{text(said.strip())}</p>'
-
-
-def _each(runs: Sequence[DrawnRun], make: Callable[[DrawnRun], str]) -> str:
-    """Return a part of every run, below its name if there are several."""
-    made = [(run, _part("", lambda run=run: make(run))) for run in runs]  # type: ignore[misc]
-    return "".join(f"<h3>{text(run.name)}</h3>{part}" if run.name else part for run, part in made if part)
+    said = redact(f"{name} not drawn, for what the run's files hold: {type(error).__name__}: {error}")
+    return f'<p class="note">{text(said)}</p>'
 
 
 # -- all runs --------------------------------------------------------------------------------------------------------
 
 
 def _states(runs: Sequence[DrawnRun]) -> str:
-    every = [redact(facts(run.files)) for run in runs]
+    every = [redact(facts(run.files) | _surroundings(run.start)) for run in runs]
+    alarms = [(run.name or "this run", each["state"]) for run, each in zip(runs, every, strict=True)
+              if state(run.files).alarming]  # fmt: skip
     names = dict.fromkeys(name for each in every for name in each if name != "run")
-    alarm = "".join(
-        f'<p class="alarm">{text(run.name or "this run")} needs a person: {text(redact(state(run.files).words))}</p>'
-        for run in runs
-        if state(run.files).alarming
-    )
     heads = ["", *(run.name for run in runs)] if len(runs) > 1 else []
-    return alarm + table(heads, [[name, *(each.get(name, "") for each in every)] for name in names])
+    cries = "".join(f'<p class="alarm">{text(name)} needs a person: {text(why)}</p>' for name, why in alarms)
+    return cries + table(heads, [[name, *(each.get(name, "") for each in every)] for name in names])
+
+
+def _surroundings(start: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{start[name]}" for name in ("device", "software", "run_id") if name in start}
 
 
 def _panels(runs: Sequence[DrawnRun]) -> Iterator[str]:
-    marks = list(_marks(runs[0])) if len(runs) == 1 else []
+    marks = [*_marks(runs[0])] if len(runs) == 1 else []
     for panel in PANELS:
-        series = [
-            each for number, run in enumerate(runs) for each in _series(panel, run, number, len(runs) > 1)
-        ]
-        if series:
-            yield chart(panel.title, series, y=panel.unit, marks=marks, log_y=panel.log, zero=panel.zero)
+        if any(panel[-1].keys() & run.curves.keys() for run in runs):
+            yield f"<div>{_part(_panel, runs, marks, *panel)}</div>"
 
 
-def _series(panel: Panel, run: DrawnRun, number: int, several: bool) -> Iterator[Series]:
-    """Yield the curves of a run. Of other data the name goes on. A run alone has a colour for each curve."""
-    found = [
-        (f"{words}{name.removeprefix(begin)}", name)
-        for begin, words in panel.curves.items()
+def _panel(
+    runs: Sequence[DrawnRun],
+    marks: Sequence[Mark],
+    title: str,
+    unit: str,
+    log: bool,
+    curves: Mapping[str, str],
+) -> str:
+    series = [each for number, run in enumerate(runs) for each in _series(curves, run, number)]
+    return chart(title, series, y=unit, marks=marks, log=log, zero=not log)
+
+
+def _series(curves: Mapping[str, str], run: DrawnRun, number: int) -> Iterator[Series]:
+    """Yield curves of a run. Of other data the name goes on. A run alone has a colour for each curve."""
+    found = {
+        f"{run.name} {words}{name.removeprefix(begin)}".strip(): name
+        for begin, words in curves.items()
         for name in run.curves
-        if (name == begin or name.startswith(f"{begin} ")) and run.curves[name].x
-    ]
-    for place, (words, name) in enumerate(found):
-        colour, line = (number, LINES[place % len(LINES)]) if several else (place, "line")
+        if name == begin or name.startswith(f"{begin} ")
+    }
+    for place, (words, name) in enumerate(found.items()):
+        line = LINES[place % len(LINES)] if run.name else "line"
         kind = "dots" if name.startswith("eval_") else line
-        yield Series(f"{run.name} {words}".strip(), *run.curves[name], colour, kind)
-    needed = _needed(run) if "memory_bytes" in panel.curves and found else 0.0
-    if needed:
-        x = run.curves["memory_bytes"].x
-        name = f"{run.name} predicted".strip()
-        yield Series(name, [x[0], x[-1]], [needed] * 2, number if several else len(found), "dashed")
+        yield Series(words, *run.curves[name], number if run.name else place, kind)
+    if "memory_bytes" in curves and run.memory:
+        x, name = run.curves["memory_bytes"].x, f"{run.name} predicted".strip()
+        yield Series(name, [x[0], x[-1]], [run.memory] * 2, number if run.name else 1, "dashed")
 
 
 def _marks(run: DrawnRun) -> Iterator[Mark]:
     for event in run.files.events:
         kind, at = event.get("event"), event.get("iteration")
-        if not isinstance(at, int):
+        if not isinstance(at, int) or not 0 <= at < 2**53:
             continue
         if kind == "start":
             yield Mark(at, f"start after iteration {at:,}", "start")
@@ -223,149 +207,100 @@ def _flags(runs: Sequence[DrawnRun]) -> str:
     every, default, missing = dict[str, dict[str, str]](), dict[str, str](), ""
     for run in runs:
         try:
-            found = [*chosen(run.config())]
-        except (*WRONG, OSError) as error:
+            found = [(option.key, show(value), show(usual)) for option, value, usual in chosen(run.config())]
+        except WRONG as error:
             missing += _not_drawn(error, run.name)
             continue
-        every[run.name] = {option.key: show(value) for option, value, _ in found}
-        default |= {option.key: show(usual) for option, _, usual in found}
+        every[run.name] = {key: value for key, value, _ in found}
+        default |= {key: usual for key, _, usual in found}
     rows = [
         (f"--{key}", *(own.get(key, usual) for own in every.values()), usual)
         for key, usual in default.items()
     ]
     rows.sort(key=lambda row: len({*row[1:-1]}) == 1)
-    return (table(["flag", *(name or "value" for name in every), "default"], rows) if rows else "") + missing
+    return (
+        missing + table(["flag", *(name or "value" for name in every), "default"], rows) if rows else missing
+    )
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
 def _bill(run: DrawnRun) -> str:
-    times, bill = run.curves.get("iteration_time_s"), "time_bill/"
-    if not times:
+    """Chart the items of the time bill; of many the smallest are one."""
+    if not (times := run.curves.get("iteration_time_s")):
         return ""
     x, rows = times.x, list[tuple[str, Sequence[float]]]()
     for name, curve in run.curves.items():
-        if name.startswith(bill) and any(curve.y):
-            at = dict(zip(*curve, strict=True)) if curve.x != x else None
-            values = curve.y if at is None else [at.get(i, 0.0) for i in x]
-            rows.append((_wait(name.removeprefix(bill)), values))
+        if name.startswith("time_bill/") and any(curve.y):
+            at = {} if curve.x == x else dict(zip(*curve, strict=True))
+            rows.append(
+                (_words(name.removeprefix("time_bill/")), [at.get(i, 0.0) for i in x] if at else curve.y)
+            )
     rows.sort(key=lambda row: -sum(v for v in row[1] if math.isfinite(v)))
-    if len(rows) > MOST_BANDS:
-        rest = [sum(values) for values in zip(*(values for _, values in rows[MOST_BANDS - 1 :]), strict=True)]
-        rows[MOST_BANDS - 1 :] = [("everything else", rest)]
+    rest = [sum(values) for values in zip(*(values for _, values in rows[COLOURS - 1 :]), strict=True)]
+    rows[COLOURS - 1 :] = [("everything else", rest)] if rest else []
     series = [Series(name, x, values, i, "band") for i, (name, values) in enumerate(rows)]
-    seconds = run.predicted.get("seconds")
-    if seconds and x:
-        series.append(Series("predicted", [x[0], x[-1]], [float(seconds)] * 2, len(rows), "dashed"))
-    return chart("Seconds of an iteration", series, y="seconds of the first rank", marks=list(_marks(run)))
+    if seconds := run.predicted.get("seconds"):
+        series.append(Series("predicted", [x[0], x[-1]], [seconds] * 2, len(rows), "dashed"))
+    return chart("Seconds of an iteration", series, y="seconds of the first rank", marks=[*_marks(run)])
 
 
-def _wait(item: str) -> str:
-    """Return an item of the bill in words: 'wait for gather across nodes'."""
-    if not item.startswith("exposed_"):
-        return item
+def _words(item: str) -> str:
+    """Return an item of the time bill, or a hop, in words: 'wait for gather across nodes'."""
     kind, _, link = item.removeprefix("exposed_").partition("_")
-    return f"wait for {kind} {_link(link)}".strip()
-
-
-def _link(name: str) -> str:
-    return {short(link): across(link) for link in links_of(2)}.get(name.removesuffix("_node"), name)
+    where = {short(link): across(link) for link in links_of(2)}.get(link.removesuffix("_node"), link)
+    return f"{'wait for ' * item.startswith('exposed_')}{kind} {where}".strip()
 
 
 def _bytes(run: DrawnRun) -> str:
-    """Return bars by hop and link, beside the planner's count of the full global batch."""
-    formula, rows = run.predicted.get("bytes") or {}, list[Bar]()
-    measured = {
-        name.removeprefix("bytes/"): median(curve.y[-LATEST:])
-        for name, curve in run.curves.items()
-        if name.startswith("bytes/")
-    }
-    for key in dict.fromkeys((*measured, *formula)):
-        kind, _, link = key.removesuffix("_bytes").partition("_")
-        sent, counted = measured.get(key, 0.0), formula.get(key)
-        off = "" if not counted else f", {sent / counted - 1:+.2%} of the formula's {human_bytes(counted)}"
-        rows.append(Bar(f"{kind} {_link(link)}", sent, counted, human_bytes(sent) + off))
+    """Return what the first rank sends, by hop and link, and its memory, each beside the planner's count."""
+    sent = {name.removeprefix("bytes/"): median(curve.y[-LATEST:]) for name, curve in run.curves.items()
+            if name.startswith("bytes/")}  # fmt: skip
+    formula, peak = run.predicted["bytes"], run.curves.get("memory_bytes", Points.empty()).y
+    rows = [
+        (_words(key.removesuffix("_bytes")), sent.get(key, 0.0), formula.get(key, 0.0))
+        for key in {**sent, **formula}
+    ]
+    rows += [("memory at the peak", max(peak, default=0.0), run.memory)]
+    before = {"in use before the model": run.predicted.get("in_use_before", 0.0)}
+    rows += [
+        (f"of it {name}", 0.0, size) for name, size in {**before, **run.predicted["memory"]}.items() if size
+    ]
+    lines = [
+        (name, *(human_bytes(size) if size else "" for size in (got, counted)),
+         f"{got / counted - 1:+.2%}" if got and counted else "")
+        for name, got, counted in rows
+    ]  # fmt: skip
     said = (
-        "Medians of the latest iterations. The tick is the planner's count for a full global batch, without numbers "
+        "Sent in an iteration: medians of the latest ones. The planner counts a full global batch, without numbers "
         "of callbacks, which are in scalar."
     )
-    return f'{bars(rows)}<p class="note">{said}</p>' if rows else ""
-
-
-def _needed(run: DrawnRun) -> float:
-    """Return the predicted memory with what was in use before the model, in bytes; 0 if it is not known."""
-    items = run.predicted.get("memory") or {}
-    return sum(items.values()) + run.predicted.get("in_use_before", 0) if items else 0.0
-
-
-def _memory(run: DrawnRun) -> str:
-    items, peak = run.predicted.get("memory") or {}, run.curves.get("memory_bytes")
-    rows = {"measured, at the peak": max(peak.y)} if peak else {}
-    if items:
-        rows |= {
-            "predicted": _needed(run),
-            "in use before the model": run.predicted["in_use_before"],
-            **items,
-        }
-    return bars([Bar(name, size, None, human_bytes(size)) for name, size in rows.items() if size])
+    return table(["", "measured", "planner", "off"], lines) + f'<p class="note">{said}</p>'
 
 
 def _events(run: DrawnRun) -> str:
+    """Return why each start but the first was needed, and where more is written."""
     saves = sum(event.get("event") == "save" for event in run.files.events)
-    rows = [
-        (
-            f"{at:%F %T}" if (at := when(event)) else "",
-            event.get("event"),
-            event.get("iteration", ""),
-            _words(event),
-        )
-        for event in run.files.events
-        if event.get("event") != "save"
-    ]
-    if (run.files.folder / "hang").is_dir():
-        rows.append(("", "hang", "", f"{run.files.folder / 'hang'} has the stacks of the ranks"))
-    said = f"{plural(saves, 'save')}; metrics.jsonl has every skipped iteration"
-    return (
-        table(["UTC", "event", "iteration", ""], rows[-MOST_EVENTS:]) + f'<p class="note">{said}</p>'
-        if rows
-        else ""
-    )
-
-
-def _words(event: Mapping[str, Any]) -> str:
-    if event.get("event") == "start":
-        return f"{plural(len(event.get('hosts', ())), 'host')}, after {plural(event.get('restarts', 0), 'restart')}"
-    return f"{event.get('why', '')} (status {event['status']})" if "status" in event else ""
+    lines = [*restarts(run.files), plural(saves, "save")]
+    if (hang := run.files.folder / "hang").is_dir():
+        lines.append(f"{hang} has the stacks of ranks that hung")
+    return "".join(f"<p>{text(line)}</p>" for line in lines) if run.files.events else ""
 
 
 def _layout(run: DrawnRun) -> str:
     """Draw nodes with their ranks: where each lies on the axes of more than one rank, coloured by its stage."""
-    config, world = run.config(), run.world()
-    grid, hosts = grid_of(config, world, config.shards(world).factors), run.start.get("hosts", ())
-    axes = [axis for axis in grid.axes if axis.size > 1]
+    if "ranks" not in run.start:
+        return ""
+    config, world = run.config(), World(int(run.start["ranks"]), int(run.start["ranks_per_node"]))
+    grid, hosts = grid_of(config, world, config.shards(world).factors), run.start["hosts"]
     nodes = dict[str, list[tuple[str, int]]]()
     for rank in range(min(world.world_size, MOST_RANKS)):
         node = rank // grid.ranks_per_node
         host = f" ({hosts[node]})" if node < len(hosts) else ""
-        places = "".join(f"\n{axis.name} {axis.index(rank)}" for axis in axes)
-        nodes.setdefault(f"node {node}{host}", []).append(
-            (f"rank {rank}{places}", grid.axis("pp").index(rank))
-        )
-    lines = "".join(
-        f"<p>{text(line.removeprefix('layout').strip())}</p>" for line in layout_lines(config, world)
-    )
-    more = world.world_size - MOST_RANKS
-    return boxes(nodes) + (f'<p class="note">and {plural(more, "rank")} more</p>' if more > 0 else "") + lines
-
-
-def _environment(run: DrawnRun) -> str:
-    start = run.start
-    rows = [("folder", f"{run.files.folder.absolute()}"), ("run", start.get("run_id", ""))]
-    rows += [
-        (name.replace("_", " "), start.get(name, ""))
-        for name in ("device", "ranks", "ranks_per_node", "job_id")
-    ]
-    rows += [("hosts", ", ".join(map(str, start.get("hosts", ()))))]
-    rows += [(name, version) for name, version in (start.get("versions") or {}).items()]
-    return table([], [(name, f"{value}") for name, value in rows if value != ""])
+        places = "".join(f"\n{axis.name} {axis.index(rank)}" for axis in grid.axes if axis.size > 1)
+        cell = f"rank {rank}{places}", grid.axis("pp").index(rank)
+        nodes.setdefault(f"node {node}{host}", []).append(cell)
+    more = [f"and {world.world_size - MOST_RANKS:,} ranks more"] * (world.world_size > MOST_RANKS)
+    lines = [*more, *(line.removeprefix("layout").strip() for line in layout_lines(config, world))]
+    return boxes(nodes) + "".join(f"<p>{text(line)}</p>" for line in lines)

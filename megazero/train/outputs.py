@@ -117,17 +117,12 @@ def agree_on_start(config: RunConfig, launch: Launch, progress: Progress) -> Sta
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:
     """Return on what a start runs, for its event."""
-    cuda = mesh.device.type == "cuda"
-    return {
-        "ranks": mesh.world_size,
-        "ranks_per_node": mesh.grid.ranks_per_node,
-        "device": torch.cuda.get_device_name(mesh.device) if cuda else f"{mesh.device}",
-        "versions": {
-            "megazero": megazero.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else f"{mesh.device}"
+    software = (
+        f"megazero {megazero.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    ranks = {"ranks": mesh.world_size, "ranks_per_node": mesh.grid.ranks_per_node}
+    return {**ranks, "device": device, "software": software}
 
 
 def open_outputs(
@@ -161,7 +156,7 @@ def open_outputs(
     resolved = redact(config.to_dict())
     loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
-    page = LivePage(log.log_dir, console.warning) if log.report else None
+    page = LivePage(log.log_dir) if log.report else None
     outputs = Outputs(start, console, loggers, metrics, events, peak, page)
     outputs.event(
         "start",
