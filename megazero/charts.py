@@ -235,12 +235,11 @@ def _marks(marks: Sequence[Mark], across: Scale) -> Iterator[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table. Numbers are shortened, and stand to the right."""
+    """Return a table. Numbers are shortened; words of a few characters stay in one line."""
 
     def cell(value: object) -> str:
-        if isinstance(value, int | float):
-            return f'<td class="n">{short(value)}</td>'
-        return f"<td>{text(value)}</td>"
+        words = short(value) if isinstance(value, int | float) else f"{value}"
+        return f"<td{' class=brief' * (len(words) <= 12)}>{text(words)}</td>"
 
     lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     heads = "".join(f"<th>{text(each)}</th>" for each in head)

@@ -263,13 +263,13 @@ def _bytes(run: DrawnRun) -> str:
         for key in {**sent, **formula}
     ]
     rows += [("memory at the peak", max(peak, default=0.0), run.memory)]
-    before = {"in use before the model": run.predicted.get("in_use_before", 0.0)}
+    before = {"before the model": run.predicted.get("in_use_before", 0.0)}
     rows += [
         (f"of it {name}", 0.0, size) for name, size in {**before, **run.predicted["memory"]}.items() if size
     ]
     lines = [
         (name, *(human_bytes(size) if size else "" for size in (got, counted)),
-         f"{got / counted - 1:+.2%}" if got and counted else "")
+         f"{got / counted - 1:+.1%}" if got and counted else "")
         for name, got, counted in rows
     ]  # fmt: skip
     said = (

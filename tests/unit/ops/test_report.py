@@ -117,7 +117,7 @@ def test_a_page_has_all_parts_and_escapes_texts(tmp_path: Path) -> None:
         made,
         "needs a person",
         "reduce across nodes",
-        "<td>210 B</td><td>200 B</td><td>+5.00%</td>",
+        "<td class=brief>210 B</td><td class=brief>200 B</td><td class=brief>+5.0%</td>",
         "start after iteration 150",
     )
     names(
@@ -127,7 +127,7 @@ def test_a_page_has_all_parts_and_escapes_texts(tmp_path: Path) -> None:
         "node 1 (n2)",
         "--data-path",
         "--num-layers",
-        "in use before the model",
+        "before the model",
     )
     first, *_ = points(made, "training")
     assert len(first) == 300 and first[0][1] < first[-1][1], "the loss falls"
