@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: quickstart check check-unit check-dist test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
+.PHONY: quickstart check check-unit check-dist test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report docs lint clean
 # Stages come one after another whatever -j says; make test itself asks for the first two together.
 ifndef TOGETHER
 .NOTPARALLEL:
@@ -121,7 +121,12 @@ bench: $(VENV)/.test
 # Everything that needs a GPU, in at most 8 minutes on one card, into runs/gpu-report; without a card a rehearsal. For
 # example REPORT_ARGS="--pieces kernels,race --fresh".
 gpu-report: $(VENV)/.test
-	$(BIN)/python tools/gpu_report.py $(REPORT_ARGS)
+	$(BIN)/python -m benchmarks.gpu_report $(REPORT_ARGS)
+
+# The documents as a site, into site/. A dead link or anchor fails.
+docs: $(VENV)/.base
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

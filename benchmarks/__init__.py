@@ -9,7 +9,7 @@ A program prints the table that stands on its page. What each folder measures, a
     features    the engine on a device's host; the loss in chunks
                 -> decisions, training
     links       step times and bytes on slow links beside FSDP2, HSDP, DDP, DeepSpeed and torch's pipelining; what
-                context parallelism sends
+                context parallelism sends; what launches that meet lose where others die
                 -> comparison, pipeline, slow-links, fsdp2, experts, parallelism
     loss        what quantised messages, outer steps and Muon do to the loss; rounding of a trained model
                 -> loss, training

@@ -96,11 +96,6 @@ CASES = {
         f"--pipeline-schedule zb-h1 --recompute-granularity full {DROPOUT} {LLAMA}",
         resume=True,
     ),
-    "outer replicas, INT4, differences on their way": Case(
-        4,
-        f"--bf16 --outer-interval 4 --outer-bits 4 --outer-rounding feedback --outer-delay 1 {NODES} {LLAMA}",
-        resume=True,
-    ),
 }
 
 
@@ -136,13 +131,13 @@ class Row:
 
 
 def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
-    """Return kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` and the
-    first rank's bytes by hop, in fp64. Bytes are a whole run's sums, because a resume has a first gather of its own.
-    What is on its way is counted when it starts, maybe after the last line: outer bytes are left out."""
+    """Return kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` and
+    the first rank's bytes by hop, in fp64. Bytes are a whole run's sums, because a resume has a first gather of
+    its own."""
     path = store.latest(folder)
     assert path is not None, f"nothing complete in {folder}"
     lines = [line for line in read_metrics(folder) if "lm_loss" in line and line["iteration"] > after]
-    hops = {hop for line in lines for hop in line["bytes"] if not hop.startswith("outer") and not after}
+    hops = {hop for line in lines for hop in line["bytes"] if not after}
     curves = {f"curve/{key}": [line[key] for line in lines] for key in CURVES}
     curves |= {f"bytes/{hop}": [sum(line["bytes"].get(hop, 0) for line in lines)] for hop in hops}
     out = {key: torch.tensor(values, dtype=torch.float64) for key, values in curves.items()}

@@ -3,7 +3,7 @@
     losses = run_threads(4, train, settings)  # calls train(mesh_of, settings) on every rank
 
 Threads take turns; a rank's turn ends when it waits for another one. So ranks cost only what they compute, and share
-one core or one card. ``mesh_of`` is the rank's ``create_mesh``, with shards, ranks_per_node, device, outer and ep.
+one core or one card. ``mesh_of`` is the rank's ``create_mesh``, with shards, ranks_per_node, device and ep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE_S = 600.0  # a rank that waits so long waits for one that has ended
 
 
 class MeshOf(Protocol):
-    """The part of ``create_mesh`` that takes shard factors, outer replicas and ranks that share experts."""
+    """The part of ``create_mesh`` that takes shard factors and ranks that share experts."""
 
     def __call__(
         self,
@@ -31,7 +31,6 @@ class MeshOf(Protocol):
         shards: tuple[int, int, int],
         ranks_per_node: int,
         device: torch.device | str = "cpu",
-        outer: int = 1,
         ep: int = 1,
     ) -> Mesh: ...
 
@@ -53,11 +52,10 @@ class Threads:
         shards: tuple[int, int, int],
         ranks_per_node: int,
         device: torch.device | str = "cpu",
-        outer: int = 1,
         ep: int = 1,
     ) -> Mesh:
         """Return ``rank``'s next mesh; ``made`` has those before. All ranks make as many, in one order."""
-        grid, number = make_grid(self.size, ranks_per_node, shards=shards, outer=outer, ep=ep), len(made)
+        grid, number = make_grid(self.size, ranks_per_node, shards=shards, ep=ep), len(made)
 
         def member(spec: AxisSpec, purpose: str) -> Member:
             ranks = spec.ranks(rank)

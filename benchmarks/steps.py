@@ -101,22 +101,22 @@ def world_group() -> Any:
 
 
 def shared_mesh(
-    factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int = 1, ep: int = 1
+    factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, ep: int = 1
 ) -> Mesh:
-    """Return the mesh of (P, G, OS) in each of so many outer replicas, in which ``ep`` ranks share experts. All
+    """Return the mesh of (P, G, OS), in which ``ep`` ranks share experts. All
     contestants with these factors share it.
 
     Every communicator of gloo has a thread that wakes 100 times a second: with 68 of them on each of 4 ranks, steps
     on 2 cores took up to a third longer.
     """
-    return _kept_mesh(world_group(), factors, ranks_per_node, device, outer, ep)
+    return _kept_mesh(world_group(), factors, ranks_per_node, device, ep)
 
 
 @cache
 def _kept_mesh(
-    world: Any, factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int, ep: int
+    world: Any, factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, ep: int
 ) -> Mesh:
-    return create_mesh(shards=factors, ranks_per_node=ranks_per_node, device=device, outer=outer, ep=ep)
+    return create_mesh(shards=factors, ranks_per_node=ranks_per_node, device=device, ep=ep)
 
 
 def ours(
@@ -129,11 +129,10 @@ def ours(
     ep: int = 1,
 ) -> tuple[Step, zero.Engine]:
     """Return a megazero step of a preset or of (P, G, OS), and its engine, which counts bytes. joined: layers of a
-    unit. ep: ranks that share experts. If the policy has outer steps, each node is an outer replica."""
+    unit. ep: ranks that share experts."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    replicas = world // ranks_per_node if policy and policy.outer else 1
-    factors = resolve_shards(shards, world // replicas, (min(world, ranks_per_node),)).factors
-    mesh = shared_mesh(factors, ranks_per_node, device, replicas, ep)
+    factors = resolve_shards(shards, world, (min(world, ranks_per_node),)).factors
+    mesh = shared_mesh(factors, ranks_per_node, device, ep)
     made = engine_step(shape, mesh, policy=policy, joined=joined)
     mesh.release()  # for the next contestant: they take turns, so theirs are never collectives of two engines at once
     return made
@@ -296,8 +295,7 @@ def held_bytes(engine: zero.Engine) -> dict[str, int]:
     """Return how many bytes this rank holds now, by what they are for.
 
     'parameters' are the P copies and gathered buffers, 'optimizer' the master and the moments; the third key
-    is 'gradients'. A master that is a part of the P copy counts as parameters only. What outer
-    steps keep counts where its like does.
+    is 'gradients'. A master that is a part of the P copy counts as parameters only.
     """
     parameters, gradients, optimizer = set[int](), 0, 0
     total = 0
@@ -312,10 +310,4 @@ def held_bytes(engine: zero.Engine) -> dict[str, int]:
             optimizer += unit.master.value.nbytes
     for state in engine.optimizer.torch.state.values():
         optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-    for unit, anchor in engine.outer.anchors.items() if engine.outer else ():
-        here = [t for t in (anchor.value, anchor.momentum) if t is not None and t.device == unit.device]
-        optimizer += sum(t.nbytes for t in here)
-        gradients += 0 if anchor.residual is None else anchor.residual.nbytes
-    if engine.outer is not None and engine.outer.flight is not None:
-        gradients += sum(sums.nbytes for sums in engine.outer.flight.sums.values())
     return {"parameters": total, "gradients": gradients, "optimizer": optimizer}

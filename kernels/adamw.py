@@ -3,7 +3,10 @@
 The pass reads the gradient as it was summed and multiplies it by the clip factor. Every operation is rounded once, to
 the master's dtype, so all implementations give the same bits.
 
-Moments may be kept in fewer bits (moments.py): they are decoded, updated and encoded in registers, or in pieces.
+Moments may be kept in bf16: they are updated in at least fp32, in registers or in pieces, and rounded at random. An
+update changes v by a share of 1 - beta2, by default 0.001, and bf16 has steps of 0.004 to 0.008. Rounded to nearest,
+v never falls: 6,000 updates after gradients became ten times smaller, updates are ten times too small. Noise makes
+the mean right.
 
 Bytes per element with fp32 states: 16 are read (gradient, master, two moments) and 12 written. One operation after
 the other (the gradient scaled in place, torch's fused step) moves 36 instead of 28.
@@ -18,12 +21,11 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.kernels import moments
-from megazero.kernels.arena import SCRATCH
-from megazero.kernels.dispatch import CHUNK, tl, use_kernel
+from megazero.kernels.arena import SCRATCH, Frame
+from megazero.kernels.dispatch import CHUNK, jit, tl, use_kernel
 from megazero.kernels.format import fp32
-from megazero.kernels.moments import close_tile, open_tile
-from megazero.kernels.noise import Draws, Noise, block_draws_tile, drawing_jit, launch_arguments
+from megazero.kernels.noise import Draws, Noise, drawing_jit, draws_tile, launch_arguments
+from megazero.kernels.values import bits_of, load_values
 
 TILE = 1024  # elements that a program takes: two accesses of 16 bytes by 128 threads, of every fp32 operand
 
@@ -66,6 +68,7 @@ class Rates(NamedTuple):
 
 
 SILENCE = Noise(0, 0, 0)
+HALF = 1 << 15  # makes a draw, odd and between -HALF and HALF, positive
 
 
 def adamw(
@@ -78,7 +81,7 @@ def adamw(
 ) -> None:
     """Update ``master`` and its moments in place: [n], fp32 or fp64, all of one dtype and contiguous.
 
-    Moments may also be of another dtype, as moments.py keeps them. noise: that of their rounding.
+    Moments may also be bf16. noise: that of their rounding.
     """
     if not master.numel():
         return
@@ -87,18 +90,38 @@ def adamw(
         return
     n = master.numel()
     with SCRATCH.frame(master.device) as frame:
-        size = moments.whole(min(CHUNK, n))
-        powers = ((exp_avg, moments.EXP_AVG), (exp_avg_sq, moments.EXP_AVG_SQ))
-        kept = [moments.Pieces(held, power, n, master.dtype, frame.take) for held, power in powers]
-        draws = None if all(each.direct for each in kept) else Draws(noise, size, frame.take)
+        size = min(CHUNK, n)
+        held = exp_avg, exp_avg_sq
+        rounding = _Rounding(frame, noise, size) if any(x.dtype != master.dtype for x in held) else None
+        wide = [None if x.dtype == master.dtype else frame.take(size, master.dtype) for x in held]
         work = frame.take(size, master.dtype), frame.take(size, master.dtype), frame.take(size, torch.float64)
-        for low, high in moments.chunks(n):
-            weight, gradient = master[low:high], grad[low:high]
-            first, second = (each.open(low, high) for each in kept)
-            _step(weight, gradient, first, second, rates, [x[: high - low] for x in work])
-            drawn = None if draws is None else draws(low, moments.whole(high - low))
-            for each in kept:
-                each.close(low, high, drawn)
+        for low in range(0, n, CHUNK):
+            own = slice(low, min(low + CHUNK, n))
+            count = own.stop - low
+            kept = [x[own] for x in held]
+            first, second = (x if w is None else w[:count].copy_(x) for x, w in zip(kept, wide, strict=True))
+            _step(master[own], grad[own], first, second, rates, [x[:count] for x in work])
+            if rounding is not None:
+                pairs = zip((first, second), kept, strict=True)
+                rounding.keep(low, [(values, own) for values, own in pairs if values is not own])
+
+
+class _Rounding:
+    """Rounds pieces of at most ``size`` values to bf16, at random: the reference of ``_store``."""
+
+    def __init__(self, frame: Frame, noise: Noise, size: int) -> None:
+        size += size % 2  # a draw is of two
+        self.draws = Draws(noise, size, frame.take)
+        self.single, self.random = frame.take(size, torch.float32), frame.take(size, torch.int32)
+
+    def keep(self, low: int, moments: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Write each of (values, held) to the latter, by the draws of the elements from ``low`` on."""
+        n = len(moments[0][0])
+        random = self.random[:n].copy_(self.draws(low, n + n % 2)[:n]).add_(HALF)
+        for values, held in moments:
+            single = self.single[:n].copy_(values)
+            single.view(torch.int32).add_(random).bitwise_and_(-2 * HALF)
+            held.copy_(single)
 
 
 def _step(
@@ -125,26 +148,37 @@ def _step(
 
 @drawing_jit
 def _kernel(
-    master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, first_scales: tl.tensor, exp_avg_sq: tl.tensor,
-    second_scales: tl.tensor,
+    master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor,
     n: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
     scale: tl.tensor, keep: tl.tensor, first: tl.tensor, first_share: tl.tensor, second: tl.tensor,
     second_share: tl.tensor, size: tl.tensor, unbias: tl.tensor, eps: tl.tensor,
-    R: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
-    FIRST_SMALLEST: tl.constexpr, SECOND_SMALLEST: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    at = g[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    tile = tl.program_id(0).to(tl.int64)
+    at = tile * TILE + tl.arange(0, TILE)
     valid = at < n
     gradient = tl.load(grad + at, mask=valid, other=0) * scale
-    moment = open_tile(exp_avg, first_scales, at, g, n, 2) * first + gradient * first_share
-    square = open_tile(exp_avg_sq, second_scales, at, g, n, 4) * second + gradient * gradient * second_share
+    moment = load_values(exp_avg, at, valid) * first + gradient * first_share
+    square = load_values(exp_avg_sq, at, valid) * second + gradient * gradient * second_share
     root = tl.sqrt_rn(square) * unbias + eps
     weight = tl.load(master + at, mask=valid, other=0) * keep - tl.div_rn(moment, root) * size
-    drawn = block_draws_tile(g, word0, key0, key1, BLOCK)
-    close_tile(exp_avg, first_scales, at, g, n, moment, drawn, 2, LARGEST, FIRST_SMALLEST)
-    close_tile(exp_avg_sq, second_scales, at, g, n, square, drawn, 4, LARGEST, SECOND_SMALLEST)
+    word = (tile * (TILE // 2) + word0).to(tl.uint32) + tl.arange(0, TILE // 2).to(tl.uint32)
+    drawn = draws_tile(word, key0, key1)
+    _store(exp_avg, at, valid, moment, drawn)
+    _store(exp_avg_sq, at, valid, square, drawn)
     tl.store(master + at, weight, mask=valid)
+
+
+@jit
+def _store(held: tl.tensor, at: tl.tensor, valid: tl.tensor, values: tl.tensor, drawn: tl.tensor) -> None:
+    """Keep ``values``, fp32, in fp32 or rounded to bf16 by draws in units of 2 ** -16."""
+    if held.dtype.element_ty == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        random = drawn.to(tl.int32) + 32768
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (bits + random) >> 16)
+        tl.store(bits_of(held) + at, rounded.to(tl.int16), mask=valid)
+    else:
+        tl.store(held + at, values, mask=valid)
 
 
 def _launch(
@@ -155,12 +189,8 @@ def _launch(
     rates: Rates,
     noise: Noise,
 ) -> None:
-    forms = [moments.FORMS[power] for power in (moments.EXP_AVG, moments.EXP_AVG_SQ)]
     _kernel[(-(-master.numel() // TILE),)](
-        master, grad, *_raw(exp_avg, master), *_raw(exp_avg_sq, master), master.numel(),
-        *launch_arguments(noise), *_fp32(rates),
-        TILE // moments.BLOCK, moments.BLOCK,
-        forms[0].largest_scale, *(form.smallest_scale for form in forms),
+        master, grad, exp_avg, exp_avg_sq, master.numel(), *launch_arguments(noise), *_fp32(rates), TILE,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -168,11 +198,3 @@ def _launch(
 @lru_cache(maxsize=16)  # all slices of a group have the same
 def _fp32(rates: Rates) -> tuple[float, ...]:
     return tuple(map(fp32, rates))
-
-
-def _raw(held: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a kernel's arguments for a moment: its values or digits, and the scales of its blocks, if it has any."""
-    if held.dtype != torch.uint8:
-        return held, held
-    digits = moments.whole(master.numel())
-    return held[:digits].view(torch.int8), held[digits:].view(torch.int16)

@@ -14,10 +14,8 @@ the same bits on every implementation, whether it contracts to multiply-add or n
 absmax is not clipped. megazero/comm/wire.py compares error with bytes.
 
 A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16.
-Scales that are rounded up to powers of two (``Format.least``) are found again in what was decoded: its largest
-digit is above qmax / 2, products with digits are exact, and so decoding, encoding and decoding gives the same
-values. A block of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero,
-and decodes to NaN.
+A block of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero, and decodes
+to NaN.
 """
 
 from __future__ import annotations
@@ -47,13 +45,11 @@ class Format:
 
     ``block`` elements share a scale; it is a power of two from 8 to 2048.
     ``transform``, if there is one, mixes each block, or its parts, before it is encoded.
-    ``least``, if there is one, makes scales powers of two, of which 2 ** least is the smallest (-126 or above).
     """
 
     bits: int
     block: int
     transform: Hadamard | None = None
-    least: int | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -98,20 +94,10 @@ class Format:
         return fp32(1 / self.qmax)
 
     @cached_property
-    def dropped(self) -> int:
-        """Return the bits of an fp32 scale that are zero: those below bf16's, or below the exponent."""
-        return 0xFFFF if self.least is None else 0x7FFFFF
-
-    @cached_property
-    def smallest_scale(self) -> int:
-        """Return the smallest scale as fp32 bits."""
-        return SMALLEST_SCALE if self.least is None else (self.least + 127) << 23
-
-    @cached_property
     def largest_scale(self) -> int:
         """Return the largest scale as fp32 bits: bf16's largest value over qmax, rounded down."""
         (bits,) = struct.unpack("I", struct.pack("f", BF16_MAX / self.qmax))
-        return bits & 0xFFFF0000 & ~self.dropped
+        return bits & 0xFFFF0000
 
     def blocks(self, n: int) -> int:
         if n % self.block:

@@ -1,4 +1,4 @@
-"""Noise for the rounding of small moments (moments.py), and signs for transforms, drawn from a counter hash.
+"""Noise for the rounding of moments in bf16 (adamw.py), and signs for transforms, drawn from a counter hash.
 
 It is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global element index)
 and of nothing else. The stream names what is rounded. Two neighbouring elements share one 32-bit hash, and each takes
@@ -24,7 +24,6 @@ from megazero.kernels.values import small_floats
 # Decorates a kernel that draws. These arguments of it differ from step to step and from unit to unit; Triton would
 # make a constant of a 1, and compile anew for multiples of 16.
 drawing_jit = jit(do_not_specialize=("word0", "key0", "key1", "sign0", "sign1", "next_sign0", "next_sign1"))
-NOISE_UNIT = 2.0**-16
 
 
 def _finalize(x: int) -> int:
@@ -128,17 +127,6 @@ class Draws:
         )
         hash_words(word, self.keys[1], self.shifted).bitwise_or_(0x00010001)
         return self.values[:n].copy_(word.view(torch.int16))
-
-
-@jit
-def block_draws_tile(
-    block: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, BLOCK: tl.constexpr
-) -> tl.tensor:
-    """Draws fp32 [r, 1, BLOCK] of blocks int64 [r] of BLOCK elements from counter word0 on."""
-    first = (block * (BLOCK // 2) + word0).to(tl.uint32)
-    return draws_tile(
-        first[:, None, None] + tl.arange(0, BLOCK // 2)[None, None, :].to(tl.uint32), key0, key1
-    )
 
 
 @jit

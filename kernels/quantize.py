@@ -1,7 +1,7 @@
 """Encodes values to payload and scales (kernels/format.py has their layout).
 
 Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. Its digits are rint(clamp(x / s)).
-x / s is computed as x times the reciprocal of s. Moments (moments.py) add a draw in (-1/2, 1/2) before they round.
+x / s is computed as x times the reciprocal of s.
 
 For each element, the one pass reads 4 bytes (fp32) or 2 (bf16, fp16) and writes bits / 8 + 2 / block. A program
 keeps its blocks in registers between absmax and digits. Accesses are 16 bytes wide (the compiled code is checked), 8
@@ -35,9 +35,9 @@ import torch
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
-from megazero.kernels.format import NAN_SCALE, Format
+from megazero.kernels.format import NAN_SCALE, SMALLEST_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
-from megazero.kernels.noise import NOISE_UNIT, drawing_jit
+from megazero.kernels.noise import drawing_jit
 from megazero.kernels.values import (
     load_values,
     rounded_as,
@@ -134,12 +134,9 @@ class Work(NamedTuple):
         return self if b == len(self.mask) else Work(*(x[:b] for x in self))
 
 
-def encode_blocks(
-    values: torch.Tensor, work: Work, form: Format, payload: torch.Tensor, drawn: torch.Tensor | None = None
-) -> torch.Tensor:
+def encode_blocks(values: torch.Tensor, work: Work, form: Format, payload: torch.Tensor) -> torch.Tensor:
     """Encode ``values``, fp32 [b, block], into ``payload``, int8 [b, part] or, of k rows, [k, b / k, part].
 
-    drawn: fp32 [b * block], as ``Draws`` gives it; None rounds to nearest.
     Returns the bf16 bits of the scales as int32 [b], which lie in ``work``.
     """
     scale = _scaled(values, work, form)
@@ -149,8 +146,6 @@ def encode_blocks(
     digits = (
         torch.mul(values, inverse[:, None], out=work.digits).nan_to_num_(0.0).clamp_(-form.qmax, form.qmax)
     )
-    if drawn is not None:
-        digits.add_(drawn.view_as(digits), alpha=NOISE_UNIT)
     parts = digits.round_().unflatten(1, (form.pack, form.part))
     for p in range(form.pack - 1, 0, -1):
         parts[:, p - 1].add_(parts[:, p], alpha=1 << form.bits)
@@ -190,11 +185,11 @@ def error_bound(x: torch.Tensor, form: Format) -> torch.Tensor:
 def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
     """Return the scales, fp32 [b], of ``values``, fp32 [b, block].
 
-    A scale is absmax / qmax, rounded up as the format says, within its limits. 0 and NaN follow format.py.
+    A scale is absmax / qmax, rounded up to bf16, within its limits. 0 and NaN follow format.py.
     """
     torch.amax(torch.abs(values, out=work.digits), 1, out=work.absmax)
     bits = torch.mul(work.absmax, form.ratio, out=work.scale).view(torch.int32)
-    bits.add_(form.dropped).bitwise_and_(~form.dropped).clamp_(form.smallest_scale, form.largest_scale)
+    bits.add_(0xFFFF).bitwise_and_(~0xFFFF).clamp_(SMALLEST_SCALE, form.largest_scale)
     bits.masked_fill_(torch.eq(work.absmax, 0, out=work.mask), 0)
     finite = torch.lt(work.absmax, torch.inf, out=work.mask)  # NaN is not
     bits.masked_fill_(finite.logical_not_(), NAN_SCALE)
@@ -202,13 +197,11 @@ def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
 
 
 @jit
-def scale_tile(
-    bits: tl.tensor, ratio: float, LARGEST: tl.constexpr, DROPPED: tl.constexpr, SMALLEST: tl.constexpr
-) -> tl.tensor:
+def scale_tile(bits: tl.tensor, ratio: float, LARGEST: tl.constexpr) -> tl.tensor:
     """absmax as fp32 bits int32 [r] -> scale fp32 [r]."""
     scaled = (bits.to(tl.float32, bitcast=True) * ratio).to(tl.int32, bitcast=True)
-    scaled = (scaled + DROPPED) & (-1 - DROPPED)
-    scaled = tl.minimum(tl.maximum(scaled, SMALLEST), LARGEST)
+    scaled = (scaled + 0xFFFF) & -0x10000
+    scaled = tl.minimum(tl.maximum(scaled, 0x00800000), LARGEST)
     scaled = tl.where(bits == 0, 0, scaled)
     return tl.where(bits >= 0x7F800000, 0x7FC00000, scaled).to(tl.float32, bitcast=True)
 
@@ -221,22 +214,17 @@ def inverse_tile(scale: tl.tensor) -> tl.tensor:
 
 
 @jit
-def encode_tile(
-    x: tl.tensor, BITS: tl.constexpr, LARGEST: tl.constexpr,
-    DROPPED: tl.constexpr = 0xFFFF, SMALLEST: tl.constexpr = 0x00800000, drawn: tl.tensor | None = None,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """x fp32 [r, pack, part] -> payload int8 [r, part], scale fp32 [r]; drawn, as x, in units of 2 ** -16."""
+def encode_tile(x: tl.tensor, BITS: tl.constexpr, LARGEST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """x fp32 [r, pack, part] -> payload int8 [r, part], scale fp32 [r]."""
     PACK: tl.constexpr = 8 // BITS
     QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
     bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)
     finite = bits < 0x7F800000
     x = tl.where(finite[:, None, None], x, 0.0)
-    scale = scale_tile(bits, 1.0 / QMAX, LARGEST, DROPPED, SMALLEST)
+    scale = scale_tile(bits, 1.0 / QMAX, LARGEST)
     y = x * inverse_tile(scale)[:, None, None]
     if BITS == 8:  # of fewer, the largest scale leaves y within qmax + 1 / 8, which is rounded to qmax
         y = tl.clamp(y, -1.0 * QMAX, 1.0 * QMAX)
-    if drawn is not None:
-        y = y + drawn * 0.0000152587890625
     digits = small_integers(y)
     p = tl.arange(0, PACK)[None, :, None]
     return tl.sum(digits << (p * BITS), axis=1).to(tl.int8), scale

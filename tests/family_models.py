@@ -103,6 +103,7 @@ SHARED = {**EXPERTS, "shared_expert_intermediate_size": 36, "norm_topk_prob": Fa
 LOCAL_EXPERTS = {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 2}
 ROUTED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"}
+ROUTED |= {"num_nextn_predict_layers": 0}  # transformers has no such layers
 GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 # One width alone would not show which is which.
 LATENT = {
@@ -124,6 +125,18 @@ OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 NEXT = {**SHARED, "norm_topk_prob": True, "num_hidden_layers": 4}
 NEXT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8}
 NEXT |= {"linear_value_head_dim": 6}
+
+QWEN3_5 = {
+    **LLAMA,
+    "head_dim": 16,
+    **{name: value for name, value in NEXT.items() if name.startswith("linear_")},
+}
+QWEN3_5 |= {"num_hidden_layers": 4}
+NEMOTRON_H = {name: LLAMA[name] for name in LLAMA if name != "num_hidden_layers"}
+NEMOTRON_H |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 16}
+NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 6, "ssm_state_size": 10, "n_groups": 4}
+NEMOTRON_H |= {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+NEMOTRON_H |= {"moe_shared_expert_intermediate_size": 24, "layer_norm_epsilon": 1e-4}
 
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -174,6 +187,19 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**NEXT, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1, 3]}
         | {"layer_types": ["full_attention", "linear_attention"] * 2, "attention_bias": True}
         | {"norm_topk_prob": False, "tie_word_embeddings": True, "rope_parameters": PARTIAL_ROPE},
+    ),
+    "qwen3_5": ("Qwen3_5Text", QWEN3_5),
+    "qwen3_5-tied": (
+        "Qwen3_5Text",
+        {**QWEN3_5, "layer_types": ["full_attention", "linear_attention"] * 2, "attention_bias": True}
+        | {"tie_word_embeddings": True, "rope_parameters": PARTIAL_ROPE, "linear_conv_kernel_dim": 3},
+    ),
+    "nemotron_h": ("NemotronH", NEMOTRON_H),
+    "nemotron_h-groups": (
+        "NemotronH",
+        {**NEMOTRON_H, "layers_block_type": ["mlp", "linear_attention", "moe", "moe", "full_attention"]}
+        | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
+        | {"time_step_min": 0.01, "moe_intermediate_size": 28},
     ),
     "mixtral": ("Mixtral", {**LOCAL_EXPERTS, "head_dim": 16}),
     "mixtral-window-tied": ("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 5, "tie_word_embeddings": True}),
@@ -340,6 +366,11 @@ def in_files(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[
 def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if model.startswith("GptOss"):  # whose files have what is in memory
         yield name, tensor
+        return
+    if model.startswith("NemotronH"):
+        before, experts, part = name.replace("model.", "backbone.", 1).partition(".mixer.experts.")
+        apart = ((f"{before}{experts}{number}.{part}.weight", own) for number, own in enumerate(tensor))
+        yield from apart if experts else [(before, tensor)]
         return
     before, mixture, inside = name.partition(".block_sparse_moe.")
     if mixture:  # Granite

@@ -25,7 +25,6 @@ from megazero.kernels import (  # noqa: E402
     dequantize_accumulate,
     dequantize_sum_quantize,
     dispatch,
-    moments,
     quantize,
     sum_rows,
     weighted_swiglu,
@@ -99,7 +98,7 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     def update(noise: Noise, kept: torch.dtype = torch.float32) -> None:
         """The step's numbers change, and 1 and 16 are among them."""
         state = values(eight, torch.float32).view(1, -1).repeat(2, 1).unbind(0)
-        held = (moments.room(state[0], kept) for _ in range(2))
+        held = (torch.zeros_like(state[0], dtype=kept) for _ in range(2))
         rates = adamw.Rates.of(*((1, 1.0) if noise is DRAWN[0] else (7, 16.0)), (0.9, 0.5), 1e-8, 0.0, 1.0)
         adamw.adamw(*state, *held, rates, noise)
 

@@ -1,6 +1,5 @@
-"""Flags of published runs, as their scripts give them, and sizes for a small run of each. Two uses: they are legal
-(tests/unit/config/test_published_scripts.py), and they train (tests/dist/train/test_published_runs.py). For
---train-weighted-split-paths and its kin stands --train-data-path.
+"""Flags of published runs, as their scripts give them, and sizes for a small run of each, which trains
+(tests/dist/train/test_published_runs.py). For --train-weighted-split-paths and its kin stands --train-data-path.
 
 Sources: NVIDIA's Megatron-LM, BigScience's scripts, DeepSpeed's fork, BigCode's and LUMI's. {DATA}, {VOCAB},
 {MERGES}, {TOKENIZER}, {SENTENCEPIECE}, {DEEPSPEED} and {DIR} stand for files of the run.

@@ -2,7 +2,6 @@
 
     python -m benchmarks.links.comparison --rates 200mbit 1gbit none --micro-batches 1 4 8 --out docs/results
     python -m benchmarks.links.comparison --rates 1gbit 1gbit+20ms 1gbit+100ms --micro-batches 4 --out /tmp/long
-    python -m benchmarks.links.comparison --heats outer --rates 50mbit 200mbit --micro-batches 1 --out runs/outer
 
     python -m benchmarks.links.comparison --heats experts --rates 200mbit 1gbit --micro-batches 1 --out runs/experts
     python -m benchmarks.links.comparison --heats "latent experts" --rates 200mbit --micro-batches 1 --out runs/latent

@@ -1,7 +1,7 @@
 """Contestants of the comparison: megazero's presets and the peers, with bf16 parameters, an fp32 master, AdamW and
 clipping, on the same decoder and tokens. Peers send bf16 gradients; megazero's exact presets send fp32 where a
-rank's gradient is already a sum. All start from the same fp32 weights but DeepSpeed, which makes its master of the
-bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
+rank's gradient is already a sum. All start from the same fp32 weights but DeepSpeed and Megatron's, which make their
+master of the bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
 
 Peers stand in two forms: as most people write the loop (everything after every micro-batch), and "once", which
 crosses the nodes once per step as far as the peer's own switches allow. Those of OUTER cross every INTERVAL steps.
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector
 
 from benchmarks.harness import Taken, device
-from benchmarks.links import pipelines, volume
+from benchmarks.links import hfsdp, pipelines, volume
 from benchmarks.steps import (
     ADAMW,
     CLIP,
@@ -47,12 +45,11 @@ from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Traffic
 from megazero.config import World, make_config, resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
-from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.options.sections import ZeroConfig
 from megazero.moe import ExpertParallel
 from megazero.patches.options import MessageOptions, read_words
 from megazero.plan.communication import OF_ROUNDING, SCALARS
 from megazero.train.distributed import make_mesh
-from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
 from tests.bytes_across import Across
 
@@ -63,7 +60,6 @@ PLAIN = replace(MIXED, zero_gradient_transform="none")
 DELTA, INT8 = asked_for(PLAIN), asked_for(replace(PLAIN, zero_quantized_weights_delta=False))
 EXPERTS = "experts"  # the heat that trains a mixture
 LATENT = "latent experts"  # one like DeepSeek-V3
-INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
 
 @dataclass(frozen=True)
@@ -165,25 +161,6 @@ def configured(tp: int = 1, shared: bool = False, **options: Any) -> Contestant:
     return Contestant(build, sent)
 
 
-def outer_steps(**options: Any) -> Contestant:
-    """Make a contestant with a replica on each node, inside which only the optimizer is sharded. options: of
-    OuterConfig."""
-    config = OuterConfig(outer_interval=INTERVAL, **options)
-
-    def build(shape: Shape, ranks_per_node: int) -> Running:
-        policy = Policy(outer=make_outer(config))
-        step, engine = ours((1, 1, ranks_per_node), shape, ranks_per_node, device(), policy)
-        return Running(step, engine.traffic)
-
-    return Contestant(
-        build,
-        lambda case: volume.outer(config, case)[0],
-        interval=INTERVAL,
-        lead=config.outer_delay,
-        most=lambda case: volume.outer(config, case)[1],
-    )
-
-
 def replicated(shape: Shape, once: bool, group: dist.ProcessGroup | None = None) -> tuple[Step, AdamW]:
     """Return a step of DDP over ``group``, by default all ranks, and its optimizer."""
     where = device()
@@ -199,48 +176,6 @@ def ddp(*, once: bool = False) -> Contestant:
         return Running(replicated(shape, once)[0])
 
     return Contestant(build, partial(volume.ddp, once=once))
-
-
-def diloco(dtype: torch.dtype = torch.float32) -> Contestant:
-    """DiLoCo (arXiv 2311.08105, algorithm 1) with torch's collectives: DDP inside a node, and the outer step by the
-    first rank of each, which then tells its node.
-
-    dtype: of the outer gradients that cross.
-    """
-
-    def build(shape: Shape, ranks_per_node: int) -> Running:
-        nodes = dist.get_world_size() // ranks_per_node
-        mesh = _kept_mesh(world_group(), device().type, (nodes, ranks_per_node))
-        across, inside = mesh.get_group("replicate"), mesh.get_group("shard")
-        inner, optimizer = replicated(shape, True, inside)
-        anchor = parameters_to_vector(optimizer.held).detach().clone()
-        outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
-
-        @torch.no_grad()
-        def meet() -> None:
-            if dist.get_rank(inside) == 0:
-                moved = (anchor - parameters_to_vector(optimizer.held)).to(dtype)
-                dist.all_reduce(moved, group=across)
-                anchor.grad = moved.to(anchor.dtype) / nodes
-                outer.step()
-            dist.broadcast(anchor, group=inside, group_src=0)
-            values = anchor.split([p.numel() for p in optimizer.held])
-            for own, p, value in zip(optimizer.held, optimizer.parameters, values, strict=True):
-                own.copy_(value.view_as(own))
-                p.copy_(own)
-
-        steps = count(1)
-
-        def step() -> Taken:
-            taken = inner()
-            if next(steps) % INTERVAL == 0:
-                meet()
-            return taken
-
-        return Running(step)
-
-    meeting = partial(volume.diloco, width=float(dtype.itemsize))
-    return Contestant(build, lambda case: meeting(case) / INTERVAL, interval=INTERVAL, most=meeting)
 
 
 @cache
@@ -350,6 +285,13 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
     return Contestant(build, sent)
 
 
+def megatron_fsdp(outer: str) -> Contestant:
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        return Running(hfsdp.hfsdp_step(shape, ranks_per_node, outer))
+
+    return Contestant(build, volume.hfsdp if outer == "optim" else partial(volume.hsdp, once=True))
+
+
 def deepspeed_zero(stage: int) -> Contestant:
     """ZeRO-1 reduces once per step by itself; ZeRO-3 gathers and reduces with every micro-batch and cannot else."""
 
@@ -419,15 +361,12 @@ CONTESTANTS: dict[str, Contestant] = {
     "HSDP patched INT4": patched(gradients="int4", hybrid=True),
     "FSDP2 patched INT8": patched("int8", "int4"),
     "FSDP2 patched delta": patched("int4-delta", "int4"),
+    "Megatron HFSDP": megatron_fsdp("optim"),
+    "Megatron HSDP": megatron_fsdp("no_shard"),
     "DDP": ddp(),
     "DDP once": ddp(once=True),
     "DeepSpeed ZeRO-1": deepspeed_zero(1),
     "DeepSpeed ZeRO-3": deepspeed_zero(3),
-    "megazero outer": outer_steps(),
-    "megazero outer INT4": outer_steps(outer_bits=4),
-    "megazero outer INT4 late": outer_steps(outer_bits=4, outer_delay=3),
-    "DiLoCo": diloco(),
-    "DiLoCo bf16": diloco(torch.bfloat16),
     **PIPELINES,
 }
 
@@ -449,6 +388,7 @@ HEATS = {
         *("HSDP patched INT4", "FSDP2 patched INT8", "FSDP2 patched delta", "megazero zeropp"),
         *("FSDP2", "HSDP", "HSDP once"),
     ),
+    "megatron": ("megazero zeropp", "Megatron HFSDP", "Megatron HSDP", "HSDP once", "FSDP2"),
     EXPERTS: (
         *("megazero zeropp as a run", "megazero zeropp EP", "megazero zeropp TP", "megazero hpz EP"),
         *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
@@ -457,17 +397,14 @@ HEATS = {
         *("megazero zeropp Hadamard", "megazero zeropp Hadamard EP", "megazero hpz EP"),
         *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
     ),
-    "outer": (
-        *("megazero outer", "megazero outer INT4", "megazero outer INT4 late", "DiLoCo", "DiLoCo bf16"),
-        *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
-    ),
     "pipelines": tuple(PIPELINES),
 }
-PAGE_HEATS = ("sharded", "replicated", "presets", "formats", "patched")  # those of docs/results/comparison.md
+# Those of docs/results/comparison.md.
+PAGE_HEATS = ("sharded", "replicated", "presets", "formats", "patched", "megatron")
 
 
 def absent(name: str) -> str | None:
     """Return why a contestant cannot take part here, or None."""
-    if name.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed (pip install deepspeed)"
-    return None
+    needs = {"DeepSpeed": ("deepspeed",), "Megatron": ("megatron_fsdp", "einops")}.get(name.split()[0], ())
+    missing = [package for package in needs if importlib.util.find_spec(package) is None]
+    return f"pip install {' '.join(missing)}".replace("_", "-") if missing else None

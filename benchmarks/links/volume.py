@@ -8,13 +8,11 @@ for an all-reduce. gloo makes a reduce-scatter out of an all-reduce; NCCL's woul
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megazero.comm.codec import Codec, codec_of
-from megazero.config.layout.outer import BF16_BITS, outer_coding
-from megazero.config.options.sections import OuterConfig
+from megazero.comm.codec import Codec
 from megazero.mesh.levels import INTER
-from megazero.plan.communication import OF_ROUNDING, OUTER_SCALARS, SCALARS
+from megazero.plan.communication import OF_ROUNDING, SCALARS
 from megazero.zero import Codecs
 from tests.bytes_across import Llama
 
@@ -87,20 +85,6 @@ def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
     return case.hop * (gathered * weights + reduced * gradients) + scalars(case, told)
 
 
-def outer(config: OuterConfig, case: Case) -> tuple[float, float]:
-    """Return the bytes of outer steps with a replica on each node: the mean, and those of a meeting."""
-    exact = BF16 if config.outer_bits == BF16_BITS else FP32
-    width = bytes_per_element(codec_of(outer_coding(config)), exact, replace(case, small=0))
-    meeting = 2 * case.hop * case.elements * width
-    return meeting / config.outer_interval + scalars(case, SCALARS + OUTER_SCALARS), meeting
-
-
-def diloco(case: Case, width: float) -> float:
-    """Return the bytes of a meeting: one rank of each node joins an all-reduce of the model, ``width`` bytes an
-    element."""
-    return 2 * case.hop * case.elements * width
-
-
 def fsdp2(case: Case, once: bool, keep: bool) -> float:
     """Return FSDP2's bytes, which shards shared experts over the nodes. The root's unit, first and last layer, stays
     gathered from forward to backward.
@@ -116,6 +100,12 @@ def fsdp2(case: Case, once: bool, keep: bool) -> float:
 def hsdp(case: Case, once: bool) -> float:
     """Return HSDP's bytes: shards are all-reduced between replicas, and gathers stay inside a node."""
     return 2 * case.hop * BF16 * case.elements * (1 if once else case.micro_batches)
+
+
+def hfsdp(case: Case) -> float:
+    """Return HFSDP's bytes, once per step: sums are scattered between replicas; new weights are gathered in the first
+    forward and again in its backward, but for the root's, which stay."""
+    return case.hop * BF16 * (4 * case.elements - sum(case.ends))
 
 
 def patched(codecs: Codecs, case: Case, hybrid: bool) -> float:

@@ -102,8 +102,8 @@ def keys() -> str:
     return table(["", "keys", "values", "output", "worst layer", "gap in nats", "95% bounds"], lines)
 
 
-def outer_grid() -> str:
-    return outer_rules.table(outer_rules.found(harness.Store(RESULTS / outer_rules.FILE)))
+def outer_branches() -> Mapping[outer_rules.Branch, float]:
+    return outer_rules.found(harness.Store(RESULTS / outer_rules.FILE))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -114,7 +114,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "keys": keys,
     "sizes": lambda: study.table(study.sizes(), study.Store(RESULTS / "loss_at_size.jsonl")),
     "outer": lambda: study.table(study.outer(), study.Store(RESULTS / "loss_outer.jsonl")),
-    "outer rules": outer_grid,
+    "outer rules": lambda: outer_rules.table(outer_branches()),
+    "outer forms": lambda: outer_rules.forms_table(outer_branches()),
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -107,13 +108,17 @@ class Run:
         return f"{self.variant}, seed {self.seed}, nudge {self.nudge}"
 
 
+def ranks_of(settings: Settings, run: Run) -> int:
+    """Return the ranks of a run: of a replica if it has some, which lie side by side in each process."""
+    return settings.node if VARIANTS[run.variant].outer else RANKS
+
+
 def shard(mesh_of: MeshOf, settings: Settings, run: Run) -> tuple[Decoder, zero.Engine]:
     """Return the decoder, and its engine on a mesh of its own."""
     node, variant = settings.node, VARIANTS[run.variant]
-    replicas = RANKS // node if variant.outer else 1
-    shards = variant.factors(RANKS // replicas, node)
+    shards = variant.factors(ranks_of(settings, run), node)
     together = RANKS if variant.dispatch else 1  # ranks that share the experts
-    mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, outer=replicas, ep=together)
+    mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, ep=together)
     traffic = Traffic()
     name, options = variant.product
     experts = ExpertParallel.of(mesh, traffic, codec=variant.dispatch)
@@ -125,7 +130,7 @@ def shard(mesh_of: MeshOf, settings: Settings, run: Run) -> tuple[Decoder, zero.
         codecs=codecs,
         exact_numel=settings.exact if variant.quantised else 0,
         seed=run.seed,
-        outer=variant.outer if replicas > 1 else None,
+        outer=variant.outer and variant.outer.steps,
     )
     adamw = {"lr": settings.peak, "betas": (0.9, 0.95), "weight_decay": 0.1, **variant.adamw}
     own: dict[str, Any] = {"optimizer": zero.default_adamw(**adamw)}
@@ -171,9 +176,10 @@ def nudged(init: Init, model: Decoder, nudge: int) -> Init:
 def evaluated(
     folder: Path, settings: Settings, model: Decoder, engine: zero.Engine, anchor: bool = True
 ) -> float:
-    """Return the mean loss in nats per token over the fixed evaluation set, equal on all ranks. anchor: with outer
-    replicas, the loss of what they share; else each evaluates its ranks' samples."""
-    mesh, share = engine.mesh, settings.evaluation // RANKS
+    """Return the mean loss in nats per token over the fixed evaluation set, equal on all ranks. anchor: of what
+    replicas share, else of this one's own weights."""
+    mesh = engine.mesh
+    share = settings.evaluation // mesh.world_size
     numbers = range(mesh.rank * share, (mesh.rank + 1) * share)
     tokens, labels = (x.to(mesh.device) for x in evaluation_samples(folder, settings.sequence, numbers))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -185,39 +191,57 @@ def evaluated(
 
 def train(mesh_of: MeshOf, folder: Path, settings: Settings, run: Run) -> dict[str, Any]:
     """Train and evaluate; collective. Return what is kept of a run: ``loss`` over the evaluation set, with outer
-    replicas that of the anchor beside ``replicas``, the mean of theirs; ``sent`` bytes per step from one node, mean
-    relative rounding ``errors``, the ``skipped`` steps, digests of the final masters and of the text, and seconds, of
-    the CPU time those of this process."""
+    replicas that of the anchor beside ``replicas``, the mean of their own; ``sent`` bytes per step from one node,
+    mean relative rounding ``errors``, the ``skipped`` steps, digests of the final masters and of the text, and
+    seconds, of the CPU time those of this process."""
     began, cpu = time.perf_counter(), time.process_time()
-    model, engine = shard(mesh_of, settings, run)
+    meets, ranks = VARIANTS[run.variant].outer, ranks_of(settings, run)
+    replicas = [shard(mesh_of, settings, run) for _ in range(RANKS // ranks)]
+    model, engine = replicas[0]
     mesh, stride = engine.mesh, RANKS * settings.micro_batch
     sent, skipped, errors = 0, 0, dict[str, list[float]]()
     data = train_samples(folder, settings.sequence, run.seed, settings.steps * stride)
-    own = {"micro_batch_size": settings.micro_batch, "rank": mesh.batch_rank, "size": RANKS}
-    with Batches(DatasetSource(data), **own) as batches:
+    with ExitStack() as stack:
+        places = (ranks * number + mesh.batch_rank for number in range(len(replicas)))
+        dealt = [
+            stack.enter_context(
+                Batches(DatasetSource(data), micro_batch_size=settings.micro_batch, rank=place, size=RANKS)
+            )
+            for place in places
+        ]
         for step in range(1, settings.steps + 1):
-            engine.traffic.take()
-            info = one_step(settings, model, engine, batches, step)
-            if step == settings.steps:
-                engine.settle()  # what is on its way counts here, not in the evaluation
-            sent += engine.traffic.total(INTER)
-            skipped += info.skipped
-            for kind, error in info.errors.items():
-                errors.setdefault(kind, []).append(error)
+            for (own, each), batches in zip(replicas, dealt, strict=True):
+                each.traffic.take()
+                info = one_step(settings, own, each, batches, step)
+                sent += each.traffic.total(INTER)
+                skipped += info.skipped
+                for kind, error in info.errors.items():
+                    errors.setdefault(kind, []).append(error)
+            if meets and step % meets.interval == 0:
+                sent += meet([each for _, each in replicas], meets.lr)
     found = {"loss": evaluated(folder, settings, model, engine)}
-    if engine.outer:
-        found["replicas"] = evaluated(folder, settings, model, engine, anchor=False)
+    if meets:
+        found["replicas"] = fmean(evaluated(folder, settings, *each, anchor=False) for each in replicas)
     return {
         **asdict(run),
         **found,
         "skipped": skipped,
         "sent": sum_over_ranks(mesh, sent) / (RANKS // settings.node) / settings.steps,
         "errors": {kind: fmean(values) for kind, values in errors.items()},
-        "digest": digest(engine),
+        "digest": ".".join(digest(each) for _, each in replicas),
         "corpus": corpus(folder),
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu,
     }
+
+
+def meet(engines: Sequence[zero.Engine], lr: float) -> int:
+    """Let replicas of one process meet. Returns the bytes that this rank of all of them sends."""
+    outer = [engine.outer for engine in engines if engine.outer is not None]
+    packed = [each.pack() for each in outer]
+    for each, own in zip(outer, packed, strict=True):
+        each.take_up([[*sent.messages] for sent in packed], [1] * len(packed), lr, own)
+    return len(packed) * (len(packed) - 1) * packed[0].messages.numel()
 
 
 def one_step(
@@ -230,7 +254,7 @@ def one_step(
     (batch,) = batches.next_step(1)
     mesh = engine.mesh
     tokens, labels = (batch[key].to(mesh.device) for key in ("tokens", "labels"))
-    engine.begin_step(1, divisor=settings.tokens / mesh.grid.outer)
+    engine.begin_step(1, divisor=settings.tokens * mesh.world_size / RANKS)
     model(tokens, labels).sum().backward()
     return engine.step()
 

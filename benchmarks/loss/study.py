@@ -30,7 +30,7 @@ import torch
 from benchmarks import harness
 from benchmarks.loss.data import corpus, prepare
 from benchmarks.loss.intervals import Difference, effects, estimate
-from benchmarks.loss.run import RANKS, Run, Settings, train
+from benchmarks.loss.run import Run, Settings, ranks_of, train
 from benchmarks.loss.variants import BASELINE, MUON, VARIANTS
 from benchmarks.rank_threads import run_threads
 from benchmarks.results import RESULTS
@@ -297,7 +297,9 @@ def main() -> int:
     for settings, run in left(groups, store):
         if time.monotonic() - began > 60 * options.minutes:
             break
-        record = run_threads(RANKS, train, store.data(options.work, settings), settings, run)[0]
+        record = run_threads(
+            ranks_of(settings, run), train, store.data(options.work, settings), settings, run
+        )[0]
         store.append({**record, "settings": asdict(settings)})
         print(f"{run}: loss {record['loss']:.4f} after {record['seconds']:.0f} s", flush=True)
     print(table(groups, store))

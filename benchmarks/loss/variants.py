@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
@@ -17,13 +17,21 @@ from megazero.zero import Codecs
 BASELINE = "zero3"
 
 
+class OuterRule(NamedTuple):
+    """interval: steps between two. lr: of the outer optimizer."""
+
+    interval: int
+    lr: float
+    steps: zero.Outer
+
+
 @dataclass(frozen=True)
 class Variant:
     """A new candidate is one more entry of VARIANTS.
 
-    label: what crosses nodes, as tables say it. shards: P, G, OS as letters: d for all data-parallel ranks (of an
-    outer replica), h for those of a node. adamw: options of AdamW that differ from the studies'. muon: matrices are
-    updated by Muon. outer: each node is an outer replica. dispatch: all ranks share the experts; rows go to those at
+    label: what crosses nodes, as tables say it. shards: P, G, OS as letters: d for all data-parallel ranks (of a
+    replica), h for those of a node. adamw: options of AdamW that differ from the studies'. muon: matrices are
+    updated by Muon. outer: each node is a replica. dispatch: all ranks share the experts; rows go to those at
     other nodes, and gradients of their outputs, in this format. product: how linears of layers multiply, a row of
     PRODUCTS, with its options.
     """
@@ -33,7 +41,7 @@ class Variant:
     codecs: Codecs = Codecs()
     adamw: Mapping[str, Any] = field(default_factory=dict)
     muon: bool = False
-    outer: zero.Outer | None = None
+    outer: OuterRule | None = None
     dispatch: Blockwise | None = None
     product: tuple[str, Mapping[str, Any]] = ("bf16", {})
 
@@ -73,14 +81,8 @@ FORMS: Mapping[str, Coding | None] = {"": None, "-4bit": Coding(4), "-2bit": Cod
 def _outer(interval: int, rule: str, form: str) -> Variant:
     codec = FORMS[form]
     average = rule == "average"
-    outer = zero.Outer(
-        interval=interval,
-        lr=1.0 if average else float(rule),
-        momentum=0.0 if average else 0.9,
-        nesterov=not average,
-        codec=codec,
-        feedback=codec is not None,
-    )
+    steps = zero.Outer(0.0 if average else 0.9, not average, codec, feedback=float(codec is not None))
+    outer = OuterRule(interval, 1.0 if average else float(rule), steps)
     said = f"every {interval} steps: {'average' if average else f'Nesterov at {rule}'}"
     said += f", differences INT{codec.bits}" if codec else ""
     return Variant(said, muon=form == "-muon", outer=outer)

@@ -19,8 +19,7 @@ USAGE = """usage: torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero calibra
 Measures a cluster for `megazero plan` on the ranks of a launcher, or on ranks that it starts on this machine, and
 writes the cluster file. It measures every collective of the engine, by ranks x nodes and size, with all such groups
 at once; the optimizer's update; and the modules of the model that the flags of training describe, by micro-batch and
-tensor-parallel size, with all ranks of a node at work. CLUSTER_OUTPUT.measured.jsonl keeps results as they come, and
-the same command continues after a stop. Exit status 0: the file is written; 2: a flag is wrong.
+tensor-parallel size, with all ranks of a node at work. Exit status 0: the file is written; 2: a flag is wrong.
 """
 
 
@@ -48,15 +47,10 @@ class CalibrationConfig:
     calibrate_largest_bytes: int = option(
         64 << 20, "bytes of the largest message; slow ones end the series earlier", low=4096
     )
-    calibrate_fresh: bool = option(False, "measure everything again")
 
     @property
     def output(self) -> Path:
         return Path(self.cluster_output)
-
-    @property
-    def progress(self) -> Path:
-        return self.output.with_name(self.output.name + ".measured.jsonl")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stores measurements: line by line as they come, and at the end as a cluster file. No torch."""
+"""Writes measurements as a cluster file. No torch."""
 
 from __future__ import annotations
 
@@ -9,57 +9,10 @@ from typing import Any
 
 import yaml
 
-from megazero.bounded import load_json
-from megazero.config import ConfigError
 from megazero.config.options.cluster import TABLES, Cluster, parse_cluster
 from megazero.files import write_text
 
 Rows = list[dict[str, Any]]
-
-
-class Measurements:
-    """A file of what was measured, a JSON object on each line; the first says what was calibrated.
-
-    path None: on a rank that does not write.
-    """
-
-    def __init__(self, path: Path | None, of: Mapping[str, Any], fresh: bool = False) -> None:
-        """Raises ConfigError if the file is of another model, or of other ranks, and not to be forgotten."""
-        self.path, self.done = path, dict[str, Rows]()
-        if path is None:
-            return
-        head = {"calibration": dict(of)}
-        lines = [] if fresh or not path.exists() else _lines(path)
-        if lines and lines[0] != head:
-            changed = [
-                k for k, v in head["calibration"].items() if lines[0].get("calibration", {}).get(k) != v
-            ]
-            raise ConfigError(
-                [
-                    f"{path} was measured with another {', '.join(changed) or 'method'}: "
-                    "--calibrate-fresh forgets it, or give another --cluster-output"
-                ]
-            )
-        self.done = {line["point"]: line["rows"] for line in lines[1:]}
-        # without a line that was broken off
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines or [head]))
-
-    def add(self, point: str, rows: Rows) -> None:
-        self.done[point] = rows
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"point": point, "rows": rows}) + "\n")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines: the last one may be truncated."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(load_json(line))
-        except ValueError:
-            break
-    return found
 
 
 def links(collectives: Rows, memory_gbytes_per_s: float, ranks_per_node: int) -> dict[str, dict[str, float]]:

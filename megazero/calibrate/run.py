@@ -1,10 +1,11 @@
-"""Calibrates the planner on the ranks at hand: the points not yet measured, then the cluster file."""
+"""Calibrates the planner on the ranks at hand: every point, then the cluster file."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megazero.calibrate.model import DoesNotFit, measure_modules
 from megazero.calibrate.options import CalibrationRequest
 from megazero.calibrate.points import modules, sizes, wires
 from megazero.calibrate.rates import find_host, measure_device
-from megazero.calibrate.record import Measurements, Rows, cluster_text, links, write_cluster
+from megazero.calibrate.record import Rows, cluster_text, links, write_cluster
 from megazero.calibrate.timing import Clock
 from megazero.config import ConfigError, RunConfig, make_config
 from megazero.config.options.cluster import CALIBRATED, Cluster, parse_cluster
@@ -26,7 +27,6 @@ from megazero.models.dtypes import DTYPES
 from megazero.train.distributed import start_rank
 
 TIMEOUT = timedelta(minutes=10)
-METHOD = 4  # version of how things are measured; a calibration of another version is not continued
 
 
 def join(request: CalibrationRequest, launch: Launch) -> tuple[RunConfig, torch.device, tuple[str, ...]]:
@@ -63,7 +63,10 @@ def calibrate(
 
 
 class Calibration:
-    """One calibration. ``point`` measures what is not known yet; all ranks have the same rows."""
+    """One calibration. All ranks have the same rows.
+
+    Raises ConfigError on every rank where the first cannot write the cluster file.
+    """
 
     def __init__(
         self,
@@ -77,60 +80,31 @@ class Calibration:
         self.world, self.per_node = launch.world_size, per_node
         host = find_host()
         self.clock = Clock(device, request.options.calibrate_rounds, host["ranks"] / host["count"])
-        of = {
-            "flags": {name: str(value) for name, value in sorted(request.values.items())},
-            "largest_bytes": request.options.calibrate_largest_bytes,
-            "method": METHOD,
-            "rounds": request.options.calibrate_rounds,
-            "ranks": [self.world, per_node],
-            "device": device.type,
-            "torch": torch.__version__,
-        }
-        self.progress = self._progress(of)
-
-    def _progress(self, of: dict[str, Any]) -> Measurements:
-        """Read what was measured before: the first rank's file counts. Raises ConfigError on every rank."""
-        told: Any = None
-        progress = Measurements(None, of)
-        if self.first:
-            try:
-                progress = Measurements(
-                    self.request.options.progress, of, self.request.options.calibrate_fresh
-                )
-                told = progress.done
-            except (OSError, ValueError) as error:  # the others wait to be told
-                told = list(getattr(error, "errors", [f"--cluster-output: {error}"]))
-        told = gather_objects(told)[0]
-        if isinstance(told, list):
-            raise ConfigError(told)
-        progress.done = told
-        return progress
+        self.done = dict[str, Rows]()  # by point
+        refused = gather_objects(_unwritable(request.options.output) if self.first else "")[0]
+        if refused:
+            raise ConfigError([f"--cluster-output: {refused}"])
 
     def say(self, text: str) -> None:
         if self.first:
             print(text, file=sys.stderr, flush=True)
 
-    def point(self, name: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Rows:
-        """Return the rows of a point, measured now if they are not known. Collective."""
-        if name not in self.progress.done:
-            self.progress.add(name, list(rows()))
-            worst = max((row.get("spread", 0.0) for row in self.progress.done[name]), default=0.0)
-            self.say(f"{name}: {len(self.progress.done[name])} rows, spread at most {worst:.0%}")
-        return self.progress.done[name]
+    def point(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Measure the rows of a point. Collective."""
+        found = self.done[name] = list(rows)
+        worst = max((row.get("spread", 0.0) for row in found), default=0.0)
+        self.say(f"{name}: {len(found)} rows, spread at most {worst:.0%}")
 
     def measure(self) -> None:
         """Measure everything. Collective."""
-        self.point("device", lambda: [measure_device(self.config, self.clock)])
+        self.point("device", [measure_device(self.config, self.clock)])
         dtype = DTYPES[self.config.precision.params_dtype]
         ladder = sizes(self.request.options.calibrate_largest_bytes)
         for wire in wires(self.world // self.per_node, self.per_node):
-            self.point(
-                f"collectives {wire}",
-                lambda w=wire: measure_wire(w, ladder, self.per_node, dtype, self.clock),  # type: ignore[misc]
-            )
+            self.point(f"collectives {wire}", measure_wire(wire, ladder, self.per_node, dtype, self.clock))
         cluster = self.cluster()
         for size in modules(self.per_node, self.request.options.calibrate_micro_batches):
-            self.point(f"{size}", lambda s=size: self._modules(s, cluster))  # type: ignore[misc]
+            self.point(f"{size}", self._modules(size, cluster))
 
     def _modules(self, size: Any, cluster: Cluster) -> Iterator[dict[str, Any]]:
         try:
@@ -144,7 +118,7 @@ class Calibration:
 
     def sections(self) -> dict[str, Any]:
         """Return the cluster file of the measurements so far."""
-        done = self.progress.done
+        done = self.done
         collectives, layers = (
             [row for name, rows in done.items() if name.startswith(kind) for row in rows]
             for kind in ("collectives", "modules")
@@ -170,3 +144,13 @@ class Calibration:
         output = self.request.options.output
         cluster = write_cluster(output, self.sections())
         print(f"{output}: {len(cluster.collectives)} collectives, {len(cluster.layers)} modules", flush=True)
+
+
+def _unwritable(output: Path) -> str:
+    """Return why the file cannot be written, or ''."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.touch()
+    except OSError as error:
+        return f"{error}"
+    return ""

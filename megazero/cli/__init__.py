@@ -45,6 +45,7 @@ COMMANDS = {
     "plan": Command("Find the fastest layout of a model on a cluster.", "megazero.plan.command"),
     "calibrate": Command("Measure a cluster for the planner.", "megazero.calibrate.command"),
     "verify": Command("Prove a configuration on local ranks against one rank.", "megazero.verify.command"),
+    "meet": Command("Run the point where the launches of a run meet.", "megazero.cli.meet"),
     "check-nodes": Command(
         "Check devices and shared storage of nodes, without a run.", "megazero.cli.check_nodes"
     ),

@@ -8,7 +8,6 @@ from dataclasses import MISSING, dataclass
 from megazero.checkpoint.directory import find_checkpoint
 from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
-from megazero.config.secrets import redact
 
 USAGE = """usage: megazero inspect CHECKPOINT [flags below]
 
@@ -39,5 +38,5 @@ def _inspect(options: InspectOptions) -> int:
 
     path = find_checkpoint(options.checkpoint, options.ckpt_step)
     lines = list(describe(path, options.tensors, options.check))
-    print(redact("\n".join(lines)))
+    print("\n".join(lines))
     return 1 if any(line.endswith(DAMAGED) for line in lines) else 0

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from megazero.comm.made_once import made_once
-from megazero.comm.wire import ALIGN, Codecs, Coding, MessageFormat, filled
+from megazero.comm.topk import TopK
+from megazero.comm.wire import ALIGN, Codecs, Coding, MessageFormat, Sparse, filled
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take, view_of
 from megazero.kernels.dequantize import dequantize
@@ -296,7 +297,7 @@ def _columns(messages: Tensor, start: int, stop: int, dtype: torch.dtype) -> Ten
 
 
 def codec_of(
-    coding: Coding | Codec | None, exact: torch.dtype = torch.float32, seed: int = 0
+    coding: Coding | Sparse | Codec | None, exact: torch.dtype = torch.float32, seed: int = 0
 ) -> Codec | None:
     """Return the codec of a format. exact: the dtype of its exact region. seed: that of its transform's signs.
 
@@ -304,6 +305,8 @@ def codec_of(
     """
     if isinstance(coding, Blockwise):
         return replace(coding, exact_dtype=exact)
+    if isinstance(coding, Sparse):
+        return TopK(exact)
     if isinstance(coding, Coding):
         return Blockwise(coding.bits, coding.block, coding.hadamard, exact, seed)
     return coding

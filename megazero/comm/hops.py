@@ -37,9 +37,8 @@ class Traffic:
     """Counters of the bytes that this rank sends, and of its messages, keyed by (hop kind, link class).
 
     A message is what a collective sends to all peers, or a send between stages. The hop kinds are 'refresh',
-    'gather', 'reduce', 'update', 'tp', 'cp', 'ep', 'pp' and 'scalar', and 'outer' for all that crosses the outer
-    axis. The link classes are those of mesh/levels.py. A collective over an axis of size a with a message of m bytes
-    per peer sends (a - 1) * m bytes.
+    'gather', 'reduce', 'update', 'tp', 'cp', 'ep', 'pp' and 'scalar'. The link classes are those of mesh/levels.py. A
+    collective over an axis of size a with a message of m bytes per peer sends (a - 1) * m bytes.
     """
 
     def __init__(self, links: Sequence[str] = links_of()) -> None:
@@ -76,12 +75,7 @@ class HopSpec(NamedTuple):
 
 def hop_spec(kind: str, axis: Axis) -> HopSpec:
     """Name a collective's axis, and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
-    return HopSpec(axis.name, f"{_counted_as(axis, kind)}_{short(axis.link)}")
-
-
-def _counted_as(axis: Axis, kind: str) -> str:
-    """Return the kind under which counters and bills have a hop of ``kind`` over this axis."""
-    return "outer" if axis.spec.role == "outer" else kind
+    return HopSpec(axis.name, f"{kind}_{short(axis.link)}")
 
 
 def _group(axis: Axis, kind: str) -> dist.ProcessGroup | None:
@@ -96,7 +90,7 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
     index; then the gather is in place and nothing is copied.
     kind: the hop's kind, which counters and communicators go by: "reduce" is the way back of an all-reduce.
     """
-    traffic.add(_counted_as(axis, kind), axis.link, (axis.size - 1) * own.numel() * own.element_size())
+    traffic.add(kind, axis.link, (axis.size - 1) * own.numel() * own.element_size())
     return _gathered(axis, out, own, _group(axis, kind))
 
 
@@ -132,7 +126,7 @@ def start_route(
     there. Both have the same dtype.
     kind: the hop's kind, which counters and communicators go by.
     """
-    traffic.add(_counted_as(axis, kind), axis.link, (sum(sent) - sent[axis.index]) * own.element_size())
+    traffic.add(kind, axis.link, (sum(sent) - sent[axis.index]) * own.element_size())
     group = _group(axis, kind)
     return dist.all_to_all_single(out, own, list(received), list(sent), group=group, async_op=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 # Elements that share a scale, by bits. Squared error relative to the values' (1M normal; 1M of Student's t with 4
 # degrees, heavy-tailed as gradients are) against bytes per element all in:
@@ -38,6 +38,23 @@ class Coding:
         Digits with scales (kernels/format.py), and what is exact, are each filled up.
         """
         return filled(n * self.bits // 8 + 2 * n // self.block, ALIGN) + filled(exact, ALIGN)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The format that sends the KEPT largest of each CHUNK elements (comm/topk.py): 0.0205 bytes an element."""
+
+    CHUNK: ClassVar[int] = 4096
+    KEPT: ClassVar[int] = 64
+    CHUNK_BYTES: ClassVar[int] = 84
+    FEEDBACK: ClassVar[float] = 0.95  # the share of what was left out that is added to the next message
+
+    def coded_bytes(self, n: int) -> int:
+        return -(-n // self.CHUNK) * self.CHUNK_BYTES
+
+    def message_bytes(self, n: int, exact: int = 0) -> int:
+        """Return the bytes of a message as ``Coding.message_bytes`` does; the last chunk may be shorter."""
+        return filled(self.coded_bytes(n), ALIGN) + filled(exact, ALIGN)
 
 
 def filled(size: int, multiple: int) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.config.secrets import redact
-
 # Errors of a wrong path. Other OSErrors of a file that the user names come from the storage and keep their number.
 WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -17,7 +15,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, errors: Sequence[str]) -> None:
-        self.errors = redact(tuple(errors))
+        self.errors = tuple(errors)
         count = len(self.errors)
         head = f"{count} configuration error{'s' if count > 1 else ''}:"
         super().__init__("\n".join([head, *(f"  - {line}" for line in self.errors)]))

@@ -24,7 +24,7 @@ from megazero.config.options.data_sources import data_kind
 from megazero.config.options.fields import show, typed
 from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS
 from megazero.config.options.sections import BALANCE_LOSSES, SINKHORN
-from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
+from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import BatchSizes
 
@@ -90,12 +90,6 @@ def _experts(config: RunConfig) -> Iterator[str]:
         yield (
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
-        )
-    if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
-        yield (
-            "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "
-            "tokens, and move the bias apart; nearest: --moe-router-load-balancing-type seq_aux_loss with "
-            "--moe-aux-loss-coeff"
         )
 
 
@@ -241,7 +235,7 @@ def _implementations(config: RunConfig) -> Iterator[str]:
         having = " and ".join(name for name, each in OPTIMIZERS.items() if chosen in each.factories)
         yield f"--optimizer-impl {chosen} has no {optimizer}, only {having}; nearest: auto"
     if chosen not in SMALL_MOMENTS:
-        for name in config.optimizer.moments_in("bf16", "int8"):
+        for name in config.optimizer.moments_in("bf16"):
             given = typed(all_options()[name], config.get(name))
             yield f"--optimizer-impl {chosen} keeps moments in fp32, and {given} is given; nearest: auto"
 
@@ -252,16 +246,6 @@ def _retention(config: RunConfig) -> Iterator[str]:
         yield (
             f"--save-retain-interval {chosen} is not a multiple of --save-interval {every}; nearest: "
             f"{multiples_around(chosen, every)}"
-        )
-
-
-def _spikes(config: RunConfig) -> Iterator[str]:
-    kept, every = config.checkpoint.save_keep_last, config.checkpoint.save_interval
-    least = -(-IN_A_ROW // every) + 1 if every else 1
-    if config.skipping.stop_on_spike and kept is not None and kept < least:
-        yield (
-            f"--save-keep-last {kept} with --save-interval {every} may delete the checkpoint from before a spike of "
-            f"{IN_A_ROW} iterations, which --stop-on-spike needs; nearest: {least}"
         )
 
 
@@ -310,8 +294,8 @@ def _loss_chunk(config: RunConfig) -> Iterator[str]:
 def _outer_policy(config: RunConfig) -> Iterator[str]:
     if config.planning.loss_policy == "outer":
         yield (
-            "--loss-policy outer is for megazero plan, which proposes --outer-interval and --outer-replicas; give "
-            "these to a run; nearest: --loss-policy exact"
+            "--loss-policy outer is for megazero plan, which proposes outer steps: give a run the flags of its "
+            "answer; nearest: --loss-policy exact"
         )
 
 
@@ -364,14 +348,13 @@ RULES: tuple[Rule, ...] = (
     _fp8,
     _implementations,
     _retention,
-    _spikes,
     _missing_checkpoint,
     _skipped_ranges,
     _planned,
     _loss_chunk,
     _outer_policy,
     _callbacks,
-    outer_rules.late,
+    outer_rules.meets,
     lambda c: wire_rules.legal_block(c.zero),
     wire_rules.links_have_bits,
     wire_rules.delta_refresh,

@@ -34,7 +34,7 @@ from megazero.config.options.sections import (
     ZeroConfig,
 )
 from megazero.config.options.skipping import SkippingConfig
-from megazero.mesh.grid import data_ranks, replica_size
+from megazero.mesh.grid import data_ranks
 from megazero.mesh.levels import make_levels
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
@@ -55,10 +55,10 @@ _NO_CLIP = Removed(
     "--zero-gradient-transform hadamard",
     off="0",
 )
-_NO_ROLLBACK = Removed(
-    "--stop-on-spike ends the run at a spike, and its error has the flags that go back and leave the samples out"
+_SPIKE = (
+    "look at the loss in metrics.jsonl (a callback may end the run), and start again from before a spike with "
+    "--ckpt-step N --skip-train-iteration-range FIRST-LAST, which leaves its samples out"
 )
-_SPIKE = Removed("--stop-on-spike takes the medians of 100 iterations, and ten in a row: leave it out")
 _FEEDBACK = (
     "gradients are rounded to nearest, as error feedback and random rounding keep less of a step's gain after the "
     "Hadamard transform (the default): leave it out; --zero-gradient-bits 8 loses less"
@@ -90,6 +90,7 @@ REMOVED = {
     },
     "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
     "outer_fragment_pattern": Removed(_NO_FRAGMENTS, off="strided"),
+    "outer_replicas": Removed("each replica is a launch of its own: --outer-meet HOST:PORT, or local:R"),
     "outer_mixing": Removed(
         "replicas go on from the new common weights: leave it out; a longer --outer-interval drops less",
         off="1.0",
@@ -124,10 +125,16 @@ REMOVED = {
         "--log-dir LOGS (--tee 3 prints it, too)"
     ),
     "norm_impl": Removed("norms are torch's, with kernels of their own on CPUs: leave it out", off="torch"),
-    "rollback_on_spike": _NO_ROLLBACK,
-    "max_rollbacks": _NO_ROLLBACK,
-    "spike_window": _SPIKE,
-    "spike_iterations": _SPIKE,
+    **{name: Removed(_SPIKE) for name in ("stop_on_spike", "rollback_on_spike", "max_rollbacks")},
+    **{
+        f"spike_{name}": Removed(_SPIKE, off)
+        for name, off in (
+            ("loss_bound", "0.5"),
+            ("norm_bound", "10.0"),
+            ("window", "100"),
+            ("iterations", "10"),
+        )
+    },
     "zero_weight_clip_search": _NO_CLIP,
     "zero_gradient_clip_search": _NO_CLIP,
     "zero_weight_transform": Removed(
@@ -230,27 +237,13 @@ class RunConfig:
         return ranks
 
     def data_parallel_size(self, world: World) -> int:
-        """Return the number of shares of a global batch, as Megatron counts: the data-parallel ranks of all outer
-        replicas, of which context-parallel ranks have one share together."""
+        """Return the number of shares of a global batch, as Megatron counts: the data-parallel ranks, of which
+        context-parallel ranks have one share together."""
         return world.world_size // (self.parallel.model_ranks * self.parallel.context_parallel_size)
-
-    def outer_replicas(self, world: World) -> int:
-        """Return the number of outer replicas; without outer steps there is one."""
-        if not self.outer.outer_interval:
-            return 1
-        return self.outer.outer_replicas or max(1, world.world_size // self.ranks_per_node(world))
-
-    def replica_world(self, world: World) -> World:
-        """Return the ranks of one outer replica. Raises ValueError if nodes do not divide into the replicas."""
-        replicas = self.outer_replicas(world)
-        if replicas == 1:
-            return world
-        node = self.ranks_per_node(world)
-        return World(replica_size(world.world_size, node, replicas), node)
 
     def shard_ranks(self, world: World) -> int:
         """Return d, the number of ranks in one data-parallel group, over which states are sharded."""
-        return self.replica_world(world).world_size // self.parallel.model_ranks
+        return world.world_size // self.parallel.model_ranks
 
     def data_ranks_per_node(self, world: World) -> int:
         """Return h, the number of ranks of one data-parallel group that share a node (``data_ranks``)."""
@@ -262,10 +255,7 @@ class RunConfig:
         Raises ValueError if groups straddle nodes, or higher levels, unevenly.
         """
         node, parallel = self.ranks_per_node(world), self.parallel
-        make_levels(
-            world.world_size, node, parallel.level_sizes
-        )  # refuses sizes that only a replica's ranks divide by
-        levels = make_levels(self.replica_world(world).world_size, node, parallel.level_sizes)
+        levels = make_levels(world.world_size, node, parallel.level_sizes)
         return data_ranks(
             levels,
             parallel.tensor_model_parallel_size,
@@ -326,7 +316,7 @@ class RunConfig:
         pp = parallel.pipeline_model_parallel_size
         costs = stage_costs(self.model, self.training.recompute_granularity)
         if pp * virtual == 1:  # the options of stages change nothing
-            return partition(self.model.num_layers, 1, costs=costs)
+            return partition(self.model.num_layers, 1, costs=costs, further=self.model.mtp_num_layers)
         return partition(
             self.model.num_layers,
             pp,
@@ -335,6 +325,7 @@ class RunConfig:
             method=partition_method(parallel, pp * virtual),
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
+            further=self.model.mtp_num_layers,
         )
 
     def shards(self, world: World) -> Shards:
@@ -358,8 +349,7 @@ class RunConfig:
 
         Raises ValueError if there are no legal shards, or if formats have no effect.
         """
-        wire = resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), self.data_ranks(world))
-        return replace(wire, least_block=max(wire.least_block, self.optimizer.moment_block))
+        return resolve_wire(self.zero, self.shards(world), self.shard_ranks(world), self.data_ranks(world))
 
     def num_micro_batches(self, world: World) -> int:
         """Return how many micro-batches one rank has in a step at the full global batch (after any ramp-up)."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megazero.comm.wire import Coding
-from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_back
+from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feedback
 from megazero.config.layout.pipeline import stage_costs
 from megazero.config.layout.shards import AUTO, QUANTISED, Shards
 from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights
@@ -15,7 +15,7 @@ from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import active_count, parameter_count
 from megazero.config.options.fields import Option, show
-from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.options.sections import TOPK, OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
@@ -69,8 +69,6 @@ def _layout(config: RunConfig, world: World) -> list[str]:
     d, micro_batches = config.shard_ranks(world), config.num_micro_batches(world)
     (h, *_), shards, wire = config.data_ranks(world), config.shards(world), config.wire(world)
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    replicas = config.outer_replicas(world)
-    apart = f"{replicas} outer replicas x " if replicas > 1 else ""
     data = f"{d} data-parallel, {h} of them on one node"
     if pp > 1:
         data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
@@ -84,7 +82,7 @@ def _layout(config: RunConfig, world: World) -> list[str]:
         f"{config.ranks_per_node(world)} per node",
         *(f"{nodes} nodes per {name}" for name, nodes in held),
     ]
-    lines = [f"{world.world_size} rank{ranks}, {', '.join(node)}: {apart}{tp} tensor-parallel x {data}"]
+    lines = [f"{world.world_size} rank{ranks}, {', '.join(node)}: {tp} tensor-parallel x {data}"]
     if cp > 1:
         heads, keys = config.context_levels(world)
         ways = [f"{heads} swap heads for sequence"] * (heads > 1)
@@ -98,8 +96,8 @@ def _layout(config: RunConfig, world: World) -> list[str]:
         where = "a node" if nodes == 1 else f"{nodes} nodes"
         rows = "" if nodes == 1 else f"; rows go to other nodes {'in INT8' if way == 'int8' else 'exactly'}"
         lines.append(f"{ep} ranks of {where} share the experts, whose P,G,OS are {p},{g},{os}{rows}")
-    if config.outer.outer_interval:
-        lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
+    if config.outer.outer_meet:
+        lines.append(outer_summary(config.outer))
     auto = config.zero.zero_preset == AUTO
     lines.append(
         AUTO_SUMMARY if auto else zero_summary(config.zero, shards, wire, d, config.data_ranks(world))
@@ -132,26 +130,27 @@ def _schedule(name: str, pp: int, virtual: int, micro_batches: int) -> str:
     )
 
 
-def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
-    """Describe the outer steps of ``replicas`` of so many ranks each."""
-    if replicas == 1:
-        return "outer steps: none, one replica (--outer-replicas, by default the number of nodes, is 1)"
+def outer_summary(outer: OuterConfig) -> str:
+    """Describe the outer steps."""
     rule = outer.outer_optimizer
     if not averages(outer):
-        rule += f" (learning rate {outer.outer_lr:g}, momentum {outer.outer_momentum:g})"
+        falls = f" to {outer.outer_min_lr:g}" * (outer.outer_lr_decay_style == "linear")
+        rule += f" (learning rate {outer.outer_lr:g}{falls}, momentum {outer.outer_momentum:g})"
     form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
-    form += ", error feedback" if feeds_back(outer) else ""
+    form = outer.outer_format if outer.outer_format == TOPK else form
+    form += ", error feedback" * bool(feedback(outer))
     every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
     if outer.outer_delay:
         form += f", {outer.outer_delay} step{'s' if outer.outer_delay > 1 else ''} on its way"
     if outer.outer_evaluation == "replica":
-        form += "; evaluations are of the first replica"
-    return f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"
+        form += "; evaluations are of the replica's own weights"
+    return f"outer steps: replicas meet at {outer.outer_meet} {every}: {rule}, differences {form}"
 
 
 def model_summary(model: ModelConfig, tp: int) -> str:
     """Describe the architecture and its size over ``tp`` tensor-parallel ranks. The vocabulary may be unknown."""
     m, kinds = model, layer_kinds(model)
+    pattern = f" {m.hybrid_layer_pattern}" if m.hybrid_layer_pattern else ""
 
     def count(choice: str) -> str:
         """Return how many layers have a choice, in words."""
@@ -175,12 +174,13 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     experts = f"{m.num_experts} experts of {m.expert_width}, {m.moe_router_topk} for each token"
     experts += f" and shared ones of {shared}" if shared else ""
     parts = [
-        f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
+        f"{m.model_family}: {m.num_layers} layers{pattern}, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
         f"{', '.join(mixer.words for mixer in mixers_of(m))}",
         f"{positions[m.position_embedding_type]}, {m.normalization} ({m.norm_epsilon:g}), {activation}, {biases}, "
         f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",
         *([f"{experts}, in {count('experts')} layers"] if m.num_experts else []),
         *([f"window of {m.sliding_window} tokens in {count('window')} layers"] if m.sliding_window else []),
+        *([f"predicts {m.mtp_num_layers + 1} tokens ahead in training"] if m.mtp_num_layers else []),
         f"dropout: hidden {m.hidden_dropout:g}, attention {m.attention_dropout:g}",
     ]
     if m.vocab_size is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megazero.config.layout import context_rules
 from megazero.config.layout.context import SWAP, comm_type
-from megazero.config.layout.outer_rules import outer_notes
+from megazero.config.layout.outer_rules import outer_notes, shares_of_ranks
 from megazero.config.layout.shards import QUANTISED, resolve_shards
 from megazero.config.layout.wire_rules import may_quantise, message_facts
 from megazero.config.model.published import is_published
@@ -18,10 +18,10 @@ from megazero.config.nearest import multiples_around
 from megazero.config.options.data_inputs import PARTS
 from megazero.config.options.fields import Unjudged, fault, guarded
 from megazero.config.options.needs import without_effect
-from megazero.config.options.sections import OuterConfig
 from megazero.config.rules import RULES, fp8_share, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.schedule.batch_sizes import BatchSizes
+from megazero.families.layer_kinds import mixers
 from megazero.mesh.grid import context_problem, expert_problem
 
 
@@ -79,11 +79,12 @@ def _judged(rule: Callable[..., Iterable[str]], *of: Any) -> list[str]:
     return lines
 
 
-def facts(config: RunConfig) -> dict[str, bool]:
+def facts(config: RunConfig) -> dict[str, Any]:
     """Return what options need beside the values of others (options/needs.py), by name."""
     zero, parallel = config.zero, config.parallel
     planned = may_quantise(zero.zero_preset, config.planning.loss_policy)
     return {
+        "mixers": mixers(config.model),
         "loads_hugging_face": is_published(config.checkpoint.load),
         "gathers_keys": comm_type(parallel) != SWAP,
         "names_parts": any(getattr(config.data, name) for name in PARTS),
@@ -117,6 +118,7 @@ DERIVED_FROM = {
     "ffn_hidden_size": ("hidden_size",),
     "kv_channels": ("hidden_size", "num_attention_heads"),
     "num_query_groups": ("num_attention_heads",),
+    "mamba_num_heads": ("hidden_size", "mamba_head_dim"),
     "max_position_embeddings": ("seq_length",),
 }
 
@@ -162,22 +164,17 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
 
 
 def _with_nodes(config: RunConfig, world: World) -> tuple[RunConfig, World]:
-    """Return a configuration and a world with nodes: where they are not known, one node without outer replicas."""
-    if config.knows_nodes(world):
-        return config, world
-    return replace(config, outer=OuterConfig()), World(world.world_size, world.world_size)
+    """Return a configuration and a world with nodes: where they are not known, one node."""
+    return config, world if config.knows_nodes(world) else World(world.world_size, world.world_size)
 
 
 def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     """Return the error line of ranks that do not divide by the parallel sizes, or whose groups straddle nodes."""
     config, world = _with_nodes(config, world)
-    where = ""
     try:
-        if config.replica_world(world) != world:
-            where = "in each outer replica, "
         d, near = config.shard_ranks(world), config.data_ranks(world)
     except ValueError as error:
-        return [f"{where}{error}"]
+        return [f"{error}"]
     problem = context_problem(config.parallel.context_parallel_size, d, near)
     return [problem] if problem else []
 
@@ -208,7 +205,7 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
         )
         if problem:
             yield problem
-        elif way != "no" and known and ep <= near[0] * tp and not config.batch.elastic:
+        elif way != "no" and known and ep <= near[0] * tp:
             yield (
                 f"--moe-dispatch-across-nodes {way} is for rows that go to other nodes, and the {ep} ranks that "
                 "share the experts lie on one; nearest: no"
@@ -228,9 +225,9 @@ def _messages(config: RunConfig, world: World) -> Iterator[str]:
     if not config.knows_nodes(world):
         return
     try:
-        if config.wire(world).delta and config.outer_replicas(world) > 1:
+        if config.wire(world).delta and config.outer.outer_meet:
             yield (
-                "--outer-interval does not take changes of weights between a replica's nodes: evaluations would see "
+                "--outer-meet does not take changes of weights between a replica's nodes: evaluations would see "
                 "the anchor through their rounding; nearest: --no-zero-quantized-weights-delta"
             )
     except ValueError as error:
@@ -243,7 +240,7 @@ def _over_nodes(config: RunConfig, world: World) -> Iterator[str]:
 
 
 # Rules over the size of the world, where ranks divide evenly. Before nodes are known, those judge that hold for any.
-LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes)
+LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes, shares_of_ranks)
 # What is not as one may expect of a legal configuration.
 NOTES: tuple[Callable[[RunConfig, World | None], Iterable[str]], ...] = (
     lambda config, _: idle_router(config),

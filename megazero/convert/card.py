@@ -20,7 +20,6 @@ from megazero.config.options.fields import stand_in, typed
 from megazero.config.options.needs import lacks
 from megazero.config.read.files import read_json
 from megazero.config.run import RunConfig, all_options
-from megazero.config.secrets import redact
 from megazero.config.validate import facts
 from megazero.convert.importing import HUB_NAME
 from megazero.convert.source import Source
@@ -64,7 +63,7 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
     lines += ["", f"Tokenizer: {note}."] if note else []
     said = {name: value for name, value in source.values.items() if name not in _PLACES}
     lines += ["", "## Flags that are not at their default", "", "```"]
-    lines += [*redact(flag_lines(source.model.model_family, said)), "```", ""]
+    lines += [*flag_lines(source.model.model_family, said), "```", ""]
     lines += ["## Files", "", "| file | bytes | crc32 |", "|---|---|---|"]
     lines += [f"| {name} | {entry.size:,} | {entry.crc32:08x} |" for name, entry in sorted(files.items())]
     return "\n".join([*lines, ""])

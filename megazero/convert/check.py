@@ -135,7 +135,7 @@ def _layers(source: Source) -> int:
 
 
 def _first(model: ModelConfig, layers: int) -> ModelConfig:
-    return dataclasses.replace(model, **some_layers(model, range(layers)))
+    return dataclasses.replace(model, **some_layers(model, range(layers)), mtp_num_layers=0)
 
 
 @torch.no_grad()

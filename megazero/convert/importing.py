@@ -29,7 +29,7 @@ from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_fil
 from megazero.data.tokenizer_settings import OF_MODEL
 from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.models.dtypes import PRECISIONS
-from megazero.models.hf_weights import constants, layers_behind, match_names, tied_head
+from megazero.models.hf_weights import constants, copies, layers_behind, match_names, tied_head
 from megazero.models.placements import stored_tensors
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -92,13 +92,19 @@ class Published:
         names = published.names
         head, embedding = tied_head(published.model) or (None, "")
         tensor, aliases = published.folder.tensor, published.model.tensor_names.aliases
+        again = copies(published.model)
         # Some folders hold the head, too. One of its own would be another model.
-        for name in [there for there in published.folder.shapes if aliases.get(there, there) == head]:
-            if not torch.equal(tensor(name), tensor(names[embedding])):
+        for there in published.folder.shapes:
+            name = aliases.get(there, there)
+            own = embedding if name == head else again.get(name)
+            if own is None or torch.equal(tensor(there), tensor(names[own])):
+                continue
+            if name == head:
                 raise ValueError(
-                    f"'{path}': config.json ties '{name}' to the embedding, and the files hold another one: "
+                    f"'{path}': config.json ties '{there}' to the embedding, and the files hold another one: "
                     "tie_word_embeddings has to be false"
                 )
+            raise ValueError(f"'{path}': '{there}' is not '{own}', which further predictions share")
         for name, value in constants(published.model).items():
             if not torch.equal(held := tensor(names[name]), torch.tensor(value, dtype=held.dtype)):
                 raise ValueError(f"'{path}': '{name}' is {held.item():g} (only {value:g})")
@@ -146,6 +152,12 @@ class Published:
             raise ValueError(
                 f"'{self.folder.path}' has layers that predict further tokens, which are not built (such as "
                 f"'{behind[0]}'): --accept-field {MORE_TOKENS} leaves them out"
+            )
+        first = f"{self.model.tensor_names.layer_prefix}{self.model.num_layers}.enorm.weight"
+        if self.model.mtp_num_layers and first not in shapes:
+            raise ValueError(
+                f"'{self.folder.path}': {MORE_TOKENS} = {further} in config.json, and the files have no '{first}': "
+                f"--accept-field {MORE_TOKENS} leaves layers that predict further tokens out"
             )
         own = {name: shape for name, shape in shapes.items() if name not in behind}
         return match_names(self.model, own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megazero.config.options.fields import section_of
 from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
 from megazero.families.family import ExpertPlace
-from megazero.models.hf_weights import constants, folder_tensors
+from megazero.models.hf_weights import constants, copies, folder_tensors
 from megazero.models.placements import bias_placements, stored_tensors
 
 
@@ -90,7 +90,9 @@ class Source:
         dtypes = {tensor.name: tensor.dtype for tensor in self.tensors}
         dtypes |= dict.fromkeys(constants(self.model), self.tensors[0].dtype)
         dtypes |= {place.tensor: dtypes[name] for held in self._experts.values() for name, place in held}
-        return [Plain(name, dtypes[name], shape) for name, shape in folder_tensors(self.model).items()]
+        found = [Plain(name, dtypes[name], shape) for name, shape in folder_tensors(self.model).items()]
+        shapes = {tensor.name: tensor for tensor in self.tensors}
+        return found + [replace(shapes[own], name=name) for name, own in copies(self.model).items()]
 
     @cached_property
     def _experts(self) -> Mapping[tuple[str, int], list[tuple[str, ExpertPlace]]]:
@@ -103,9 +105,10 @@ class Source:
 
     def pieces(self, tensor: Plain) -> Iterator[torch.Tensor]:
         """Yield the pieces of one of ``in_folder`` in order: whole rows, in its dtype, on the CPU."""
-        if tensor.name in self.stored.shapes:
+        own = copies(self.model).get(tensor.name, tensor.name)
+        if own in self.stored.shapes:
             for first, rows in pieces(tensor.shape):
-                yield self.stored.read(tensor.name, first, rows).to(tensor.dtype)
+                yield self.stored.read(own, first, rows).to(tensor.dtype)
             return
         if not tensor.shape:
             yield torch.tensor(constants(self.model)[tensor.name], dtype=tensor.dtype)

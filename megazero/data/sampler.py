@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,6 @@ def micro_batch_ids(consumed: int, micro_batch_size: int, rank: int, size: int) 
     """Return sample ids of data-parallel rank ``rank`` of ``size`` in the micro-batch that begins at ``consumed``."""
     first = consumed + rank * micro_batch_size
     return range(first, first + micro_batch_size)
-
-
-def replica_shares(member: np.ndarray[Any, Any], replicas: int, block: int) -> np.ndarray[Any, Any]:
-    """Return the share of its samples that each outer replica takes from each member of a blend.
-
-    It is fp64 [replicas, members].
-    member: of each sample in order, int [samples] (data/blend.py). block: consecutive samples of a replica: a
-    micro-batch on each of its ranks.
-    """
-    whole = len(member) // (replicas * block) * replicas * block
-    dealt = member[:whole].reshape(-1, replicas, block)
-    counts = [np.bincount(dealt[:, r].ravel(), minlength=member.max(initial=0) + 1) for r in range(replicas)]
-    return np.stack(counts) * replicas / max(whole, 1)
 
 
 class Batches:
@@ -71,8 +59,11 @@ class Batches:
 
     def sample_ids(self, micro_batches: int) -> list[list[int]]:
         """Return the ids [micro_batches][b] that ``next_step`` will give this rank."""
-        begins = range(self.consumed, self.consumed + micro_batches * self._stride, self._stride)
-        return [list(micro_batch_ids(at, self.micro_batch_size, self.rank, self.size)) for at in begins]
+        numbers = self.source.numbers(self.state, self.consumed)
+        every = list(islice(numbers, micro_batches * self._stride))
+        begins = range(0, len(every), self._stride)
+        own = (micro_batch_ids(at, self.micro_batch_size, self.rank, self.size) for at in begins)
+        return [every[ids.start : ids.stop] for ids in own]
 
     def next_step(self, micro_batches: int) -> list[Batch]:
         """Return the step's batches. Each has tokens and labels int64 [b, s], loss_mask float32 [b, s], and whatever
@@ -91,11 +82,15 @@ class Batches:
 
     def skip(self, count: int) -> None:
         """Consume ``count`` samples of all ranks unread. What the thread prepared is dropped."""
+        self.go_to(self.state, count)
+        self.consumed += count
+
+    def go_to(self, state: Any, over: int = 0) -> None:
+        """Go on ``over`` samples behind another state of the source. What the thread prepared is dropped."""
         for future in self._ready:
             future.cancel()
         self._ready.clear()
-        self.state = self._thread.submit(self._pass_over, count).result()  # after what the thread is at
-        self.consumed += count
+        self.state = self._thread.submit(self._pass_over, state, over).result()  # after what the thread is at
 
     def close(self) -> None:
         """Stop the thread. The position stays readable."""
@@ -118,9 +113,9 @@ class Batches:
         batch = {name: self._stack([sample[name] for sample in samples]) for name in samples[0]}
         return batch, self.source.state()
 
-    def _pass_over(self, count: int) -> Any:
+    def _pass_over(self, state: Any, count: int) -> Any:
         """Leave the source ``count`` samples behind ``state``, and return where that is."""
-        self.source.load_state(self.state)
+        self.source.load_state(state)
         self.source.batch(count, range(0))
         return self.source.state()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, Protocol
 
 from megazero.data.gpt import Sample, SampleSpec
@@ -31,6 +32,10 @@ class SampleSource(ABC):
         A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s], loss_mask float32 [s], and
         position_ids and document_starts int64 [s] where they are asked for. Raises ValueError if it has fewer.
         """
+
+    def numbers(self, state: Any, consumed: int) -> Iterable[int]:
+        """Return the numbers of the samples that follow where ``state`` was returned, after ``consumed`` ones."""
+        return count(consumed)
 
     @abstractmethod
     def state(self) -> Any:

@@ -15,16 +15,17 @@ from megazero.families.apertus import APERTUS
 from megazero.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megazero.families.dots1 import DOTS1
 from megazero.families.falcon import FALCON
-from megazero.families.family import Family, TensorNames, grouped_row
+from megazero.families.family import Family, TensorNames
 from megazero.families.gemma import GEMMA2, GEMMA3
 from megazero.families.glm import GLM, GLM4, GLM4_MOE
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.gpt_oss import GPT_OSS
 from megazero.families.llama import GRANITE, GRANITEMOE, LLAMA, MISTRAL, MIXTRAL, SMOLLM3
+from megazero.families.nemotron_h import NEMOTRON_H
 from megazero.families.olmo2 import OLMO2, OLMO3, OLMOE
 from megazero.families.phi3 import PHI3
-from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
+from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT
 from megazero.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -59,6 +60,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             DEEPSEEK_V3,
             GPT_OSS,
             QWEN3_NEXT,
+            QWEN3_5,
+            NEMOTRON_H,
             APERTUS,
         )
     }
@@ -66,4 +69,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 # Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
 GENERAL_NAMES = LLAMA.names
 
-__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "TensorNames", "grouped_row"]
+__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "TensorNames"]

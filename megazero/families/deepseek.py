@@ -12,6 +12,8 @@ from typing import Any
 from megazero.families import llama
 from megazero.families.config_json.expert_fields import (
     DEEPSEEK_COUNT,
+    FURTHER,
+    NO_FURTHER,
     OTHER_COUNT,
     OTHER_DEEPSEEK_COUNT,
     deepseek,
@@ -90,9 +92,15 @@ DEEPSEEK_V3 = llama.relative(
     "DeepseekV3ForCausalLM",
     choices={**CHOICES, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     names=(llama.DEEPSEEK_NAMES,),
-    fields=FIELDS,
+    fields={**FIELDS, **FURTHER},
     absent={
-        **{**ABSENT, "max_position_embeddings": 4096, "num_experts": 256, "moe_ffn_hidden_size": 2048},
+        **{
+            **ABSENT,
+            **NO_FURTHER,
+            "max_position_embeddings": 4096,
+            "num_experts": 256,
+            "moe_ffn_hidden_size": 2048,
+        },
         "moe_router_topk": 8,
     },
     aliases=OTHER_DEEPSEEK_COUNT,

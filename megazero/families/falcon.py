@@ -26,7 +26,7 @@ NAMES = TensorNames(
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
     },
-    fused="groups",
+    groups={"self_attention.query_key_value": "num_query_groups"},
     needs={**PLAIN_LAYER, **CHOICES, "squared_relu": False, "transformer_block_type": ONE_NORM},
     equal=FILLING_HEADS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megazero.families.config_json.huggingface import HuggingFace
 from megazero.families.layer_kinds import layer_kinds
@@ -46,18 +46,19 @@ class TensorNames:
     ``together`` maps an expert's parameter, by which a checkpoint has it, to what folders have instead: a tensor
     [experts, in, out] of all, or of biases [experts, out], and which of its columns are the parameter's.
     ``transposed`` says that matrices of layers are stored [in, out].
-    ``fused`` is the order of the rows of q, k, v in one tensor. With "sides", it has all of q, then all of k, then
-    all of v, as other parts always lie. With "groups", it has the query heads, the key and the value of the first
-    group of heads, then those of the second group, and so on. ``needs`` maps an option, or a property of ModelConfig
-    such as gated_mlp, to the value, or to the tuple of values, that these names can express. ``equal`` has pairs of
-    them that must be equal for it. ``aliases`` maps a name in some release of transformers to the name in files.
+    ``groups`` maps a tensor of parts to the option that counts groups in it: it has the rows of the first group of
+    every part, such as the query heads, the key and the value that belong together, then those of the second group,
+    and so on. Another one has all of the first part, then all of the second.
+    ``needs`` maps an option, or a property of ModelConfig such as gated_mlp, to the value, or to the tuple of values,
+    that these names can express. ``equal`` has pairs of them that must be equal for it. ``aliases`` maps a name in
+    some release of transformers to the name in files.
     """
 
     model: Mapping[str, str]
     layer_prefix: str
     layer: Mapping[str, str | tuple[str, int]]
     transposed: bool = False
-    fused: Literal["sides", "groups"] = "sides"
+    groups: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -75,6 +76,11 @@ class TensorNames:
         entry = self.layer[module]
         tensor, part = entry if isinstance(entry, tuple) else (entry, None)
         return f"{self.layer_prefix}{index}.{tensor}.{kind}", part
+
+    def grouped_by(self, name: str) -> str | None:
+        """Return the option that counts the groups in the tensor that holds a parameter of a layer."""
+        entry = self.layer.get(name.split(".", 2)[2].rsplit(".", 1)[0])
+        return self.groups.get(entry[0]) if isinstance(entry, tuple) else None
 
     def in_folders(self, stored: str) -> ExpertPlace | None:
         """Return where folders have an expert's parameter that they have no tensor of."""
@@ -105,6 +111,20 @@ def qkv(tensor: str) -> dict[str, str | tuple[str, int]]:
     return {f"attention.{part}_proj": (tensor, number) for number, part in enumerate("qkv")}
 
 
+# The parts of Mamba-2's input linear, of which those from the second to the fourth are convolved.
+MAMBA_PARTS = ("z", "x", "b", "c", "dt")
+
+
+def mamba(module: str) -> dict[str, str | tuple[str, int]]:
+    """Return the names of Mamba-2, whose input linears lie in one tensor, and its convolutions in another."""
+    return {
+        "attention": module,
+        **{f"attention.{part}_proj": (f"{module}.in_proj", n) for n, part in enumerate(MAMBA_PARTS)},
+        **{f"attention.{part}_conv": (f"{module}.conv1d", n) for n, part in enumerate(MAMBA_PARTS[1:4])},
+        **{f"attention.{name}": f"{module}.{name}" for name in ("norm", "out_proj")},
+    }
+
+
 def gate_and_up(tensor: str) -> dict[str, str | tuple[str, int]]:
     """Return the names of an MLP's gate and up projection that lie in one tensor."""
     return {"mlp.gate_proj": (tensor, 0), "mlp.up_proj": (tensor, 1)}
@@ -123,17 +143,6 @@ def _mlp_modules(options: Any) -> Iterator[str]:
             yield "mlp.shared_expert.up_proj"
             if options.moe_shared_expert_gate:
                 yield "mlp.shared_gate"
-
-
-def grouped_row(part: int, head: int, heads: int, groups: int) -> int:
-    """Return where a head of the query (``part`` 0), key (1) or value (2) begins in a tensor of groups, in heads.
-
-    ``head`` counts the heads of that part. ``heads`` and ``groups`` are all query and all key/value heads.
-    """
-    each = heads // groups
-    if part == 0:
-        return head // each * (each + 2) + head % each
-    return head * (each + 2) + each + part - 1
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.families import llama
-from megazero.families.config_json.expert_fields import DEEPSEEK_COUNT, OTHER_DEEPSEEK_COUNT, deepseek
+from megazero.families.config_json.expert_fields import (
+    DEEPSEEK_COUNT,
+    FURTHER,
+    NO_FURTHER,
+    OTHER_DEEPSEEK_COUNT,
+    deepseek,
+)
 from megazero.families.config_json.field_groups import chosen, single
 from megazero.families.config_json.huggingface import FieldGroup
 from megazero.families.config_json.rotary_fields import rotary
@@ -76,8 +82,9 @@ GLM4_MOE = llama.relative(
         "moe_router_enable_expert_bias": True,
     },
     names=(llama.DEEPSEEK_NAMES,),
-    fields={**llama.FIELDS, **DEEPSEEK_COUNT},
+    fields={**llama.FIELDS, **DEEPSEEK_COUNT, **FURTHER},
     absent={
+        **NO_FURTHER,
         **{"num_query_groups": 8, "norm_epsilon": 1e-5, "max_position_embeddings": 131072},
         **{"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 1408},
     },

@@ -32,7 +32,6 @@ NAMES = TensorNames(
         "mlp.down_proj": "mlp.c_proj",
     },
     transposed=True,
-    fused="sides",
     needs={
         **PLAIN_LAYER,
         **CHOICES,

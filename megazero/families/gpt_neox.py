@@ -24,7 +24,7 @@ NAMES = TensorNames(
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
     },
-    fused="groups",
+    groups={"attention.query_key_value": "num_query_groups"},
     needs={
         **PLAIN_LAYER,
         **CHOICES,

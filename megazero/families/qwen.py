@@ -8,6 +8,9 @@ layer, and gated delta net in the others.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from megazero.families import llama
 from megazero.families.config_json.expert_fields import (
     COUNT,
@@ -17,6 +20,7 @@ from megazero.families.config_json.expert_fields import (
     shared_expert,
 )
 from megazero.families.config_json.field_groups import biases, single, unread
+from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.config_json.layer_groups import (
     LINEAR_LAYERS,
     SWITCHED_WINDOW,
@@ -77,14 +81,15 @@ QWEN3_MOE = llama.relative(
 )
 _LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
 _LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128)
+_POSITIONS = rotary(share="partial_rotary_factor", absent_share=0.25)
+_DELTA = {
+    **{"qk_norm": "head", "apply_layernorm_1p": True, "rotary_percent": 0.25, "attention_output_gate": True},
+    **{"experimental_attention_variant": GATED_DELTA_NET, "linear_attention_freq": (4,)},
+}
 QWEN3_NEXT = llama.relative(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    choices={
-        **{"qk_norm": "head", "apply_layernorm_1p": True, "rotary_percent": 0.25},
-        **{"attention_output_gate": True, "moe_shared_expert_gate": True},
-        **{"experimental_attention_variant": GATED_DELTA_NET, "linear_attention_freq": (4,)},
-    },
+    choices={**_DELTA, "moe_shared_expert_gate": True},
     fields={**MIXTURE, **{name: name for name in _LINEAR}},
     absent={
         **{"num_query_groups": 2, "kv_channels": 256, "max_position_embeddings": 32768},
@@ -94,11 +99,50 @@ QWEN3_NEXT = llama.relative(
     aliases=OTHER_COUNT,
     groups=(
         biases(mlp=False),
-        rotary(share="partial_rotary_factor", absent_share=0.25),
+        _POSITIONS,
         LINEAR_LAYERS,
         unread(use_sliding_window=False),
         SPARSE_LAYERS,
         renormalised(True),
         shared_expert(512),
+    ),
+)
+
+
+def _of_text(config: Config) -> dict[str, Any]:
+    """Read positions, of which images have several. Those of text are all the same."""
+    rope = config.get("rope_parameters") or {}
+    return _POSITIONS.read({**config, "rope_parameters": {n: v for n, v in rope.items() if n[:5] != "mrope"}})
+
+
+# Qwen3.5's text: Qwen3-Next without experts, whose input linears of the gated delta net are tensors of their own.
+QWEN3_5 = llama.relative(
+    "qwen3_5",
+    "Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    choices=_DELTA,
+    names=(
+        replace(
+            llama.NAMES,
+            layer={
+                **llama.NAMES.layer,
+                **{f"attention.in_{part}": ("linear_attn.in_proj_qkv", n) for n, part in enumerate("qkv")},
+                **{f"attention.in_{part}": f"linear_attn.in_proj_{part}" for part in "zba"},
+            },
+            needs={
+                **llama.NAMES.needs,
+                "experimental_attention_variant": GATED_DELTA_NET,
+                "num_experts": None,
+            },
+        ),
+    ),
+    fields={**llama.FIELDS, **{name: name for name in _LINEAR}},
+    absent={"num_query_groups": 4, "kv_channels": 256, "max_position_embeddings": 32768, **_LINEAR},
+    groups=(
+        biases(mlp=False),
+        FieldGroup(_POSITIONS.names, _of_text, _POSITIONS.write),
+        LINEAR_LAYERS,
+        unread(attn_output_gate=True, mamba_ssm_dtype="float32"),
+        FieldGroup(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
     ),
 )

@@ -19,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.progress import TimeRemainingColumn as Remaining
 
 from megazero.config.options.skipping import due
-from megazero.config.secrets import redact
 from megazero.log.metrics import IterationMetrics, average, perplexity
 from megazero.log.terminal import SafeConsole
 from megazero.log.units import duration, human_bytes, human_count
@@ -125,7 +124,7 @@ class TrainConsole:
         if not self._enabled:
             return
         if self._rich is not None:
-            self._rich.print(escape(redact(text)), style=style, soft_wrap=True)
+            self._rich.print(escape(text), style=style, soft_wrap=True)
         else:
             print(text, file=self._stream, flush=True)
 

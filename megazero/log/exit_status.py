@@ -16,7 +16,6 @@ from enum import IntEnum
 from pathlib import Path
 
 from megazero.checkpoint.errors import SaveError, error_number
-from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import torchrun_error_file
@@ -87,7 +86,7 @@ def report_to_torchrun(error: str) -> None:
 
     torchrun's report of failed ranks (30 lines and more, which no rank can prevent) then ends with this message.
     """
-    file, error = torchrun_error_file(), redact(error)
+    file = torchrun_error_file()
     if file is not None:
         detail = {"py_callstack": error, "timestamp": f"{int(time.time())}"}
         with suppress(OSError), open(file, "w") as handle:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, end_folder, record_status
 from megazero.log.line_file import LineFile
@@ -25,7 +24,6 @@ from megazero.mesh.launch import Launch
 EVENTS_FILE = "events.jsonl"
 RUN_FILE = "run_id"
 RESOLVED_FILE = "config.yaml"  # every option, and what was chosen in its comments
-IDS = ("run_id", "job_id", "lease")  # in events
 MOST_HOSTS = 8  # named in the header
 
 
@@ -105,9 +103,8 @@ def _of_folder(file: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def event_line(event: str, values: Mapping[str, Any]) -> bytes:
-    """Return the line of an event. Its texts are for people, so secrets are hidden; the ids are compared."""
-    ids = {name: values[name] for name in IDS if name in values}
-    return encode({"event": event, "time": now(), **redact(values), **ids})
+    """Return the line of an event."""
+    return encode({"event": event, "time": now(), **values})
 
 
 def read_events(log_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

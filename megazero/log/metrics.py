@@ -39,8 +39,8 @@ class IterationMetrics:
     time_bill.items_over in seconds, which add up to iteration_time_s.
 
     The trainer puts these into extra: batch_size (in samples); decoupled_learning_rate (under --decoupled-lr); bytes
-    (by hop and link class); skipped (1 if there was no update; with outer replicas how many made none); replicas and
-    outer (with those: docs/reference/metrics.md); loss_scale (under fp16, that of the next iteration); mfu
+    (by hop and link class); skipped (1 if there was no update); outer (after a meeting of replicas:
+    docs/reference/metrics.md); loss_scale (under fp16, that of the next iteration); mfu
     (tflops_per_rank over the device's peak, where that is known).
     Where messages are quantised it also puts quantization_unit (the unit
     measured in this iteration), quantization_error_weights and quantization_error_gradients (||sent - exact|| /

@@ -1,9 +1,8 @@
-"""Standard output and error of a program: secrets are hidden, control characters are written as \\x1b is. A full disk
-and a reader that has gone (``| head``) do no harm.
+"""Standard output and error of a program: control characters are written as \\x1b is. A full disk and a reader that
+has gone (``| head``) do no harm.
 
 Names of tensors, keys of files, paths and events come from strangers' files, and a terminal obeys what stands in
-them.
-This needs no torch. It is installed first of all, so that everything Python prints goes through it.
+them. This needs no torch. It is installed first of all, so that everything Python prints goes through it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from megazero.config.secrets import redact
 from megazero.log.line_file import NO_ROOM
 
 # Control characters but tab and line feed, and marks that reorder what is read. A carriage return may begin what is
@@ -32,7 +30,7 @@ def printable(text: str) -> str:
 
 
 class SafeStream:
-    """Wraps a text stream. It hides secrets and control characters. Text that a full disk or a pipe without a reader
+    """Wraps a text stream. It escapes control characters. Text that a full disk or a pipe without a reader
     does not take is dropped, instead of raising OSError.
 
     Everything else is the stream's own. Libraries may replace ``write`` (wandb wraps the one it finds): theirs is
@@ -44,7 +42,7 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         with _unwritable_ignored(self._stream):
-            self._stream.write(_safe(text))
+            self._stream.write(printable(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -60,13 +58,9 @@ class SafeStream:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "write":
-            self.__dict__["write"] = lambda text: value(_safe(text))
+            self.__dict__["write"] = lambda text: value(printable(text))
         else:
             setattr(self._stream, name, value)
-
-
-def _safe(text: str) -> str:
-    return printable(redact(text))
 
 
 @contextmanager

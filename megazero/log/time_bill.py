@@ -23,12 +23,10 @@ _TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an itera
 
 
 def items_over(links: Sequence[str] = links_of()) -> tuple[str, ...]:
-    """Return the items of a bill where ranks are joined by these links. Tensor parallelism never leaves a node, outer
-    steps always do.
-    """
+    """Return the items of a bill where ranks are joined by these links. Tensor parallelism never leaves a node."""
     inside, *across = map(short, links)
     waits = [f"{kind}_{link}" for kind in KINDS for link in (inside, *across)]
-    waits += [f"tp_{inside}", *(f"outer_{link}" for link in across)]
+    waits += [f"tp_{inside}", "outer"]
     return ("compute", *(f"exposed_{wait}" for wait in waits), "optimizer", "data", "other")
 
 

@@ -5,8 +5,7 @@ then tp, which is innermost so that a tensor-parallel group never leaves its nod
 pp, tp (Megatron's tp-pp-dp mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
 data-parallel ranks are cut at every shard factor and at the boundary of every level (levels.py: nodes, racks), so a
 sub-axis has one role (p, g, os or replica) and one link class. Cuts between 1 and d, in ascending order, name the
-sub-axes from the innermost out. If the run has outer replicas, each is such a grid on ranks of its own, and outside
-of all these the axis 'outer' joins ranks of equal places.
+sub-axes from the innermost out.
 
 Context parallelism is no axis of the grid but a view: neighbours among the data-parallel ranks share their samples.
 Innermost are those that swap heads for sequence, outside of them those that gather keys and values. So is expert
@@ -30,7 +29,7 @@ from megazero.mesh.levels import BETWEEN, NODE, Level, link_along, link_between,
 class AxisSpec:
     """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), 'ep' (``Grid.ep_axis``),
+    ``role`` is 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), 'ep' (``Grid.ep_axis``),
     'round' (``Grid.round_axes``), or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
     ``link`` is the slowest that its groups use, that of the lowest level that holds each of them (levels.py).
     """
@@ -54,10 +53,9 @@ class AxisSpec:
 class Grid:
     """The whole grid. ``axes`` is outermost first; ``data_axes`` and ``levels`` are innermost first.
 
-    With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside. ``outer`` is the number of outer
-    replicas, each of which has ``dp`` data-parallel ranks. ``cp`` is how many of these, in a row, share samples,
-    ``cp_keys`` how many groups of these gather each other's keys and values, and ``ep`` how many ranks, in a row,
-    share the experts.
+    With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside. ``cp`` is how many data-parallel
+    ranks, in a row, share samples, ``cp_keys`` how many groups of these gather each other's keys and values, and
+    ``ep`` how many ranks, in a row, share the experts.
     """
 
     levels: tuple[Level, ...]
@@ -66,7 +64,6 @@ class Grid:
     shards: tuple[int, int, int]
     axes: tuple[AxisSpec, ...]
     dp_outermost: bool = False
-    outer: int = 1
     cp: int = 1
     cp_keys: int = 1
     ep: int = 1
@@ -81,11 +78,11 @@ class Grid:
 
     @property
     def dp(self) -> int:
-        return self.replica_size // (self.tp * self.pp)
+        return self.world_size // (self.tp * self.pp)
 
     @property
     def data_axes(self) -> tuple[AxisSpec, ...]:
-        return tuple(a for a in reversed(self.axes) if a.role not in ("outer", "pp", "tp"))
+        return tuple(a for a in reversed(self.axes) if a.role not in ("pp", "tp"))
 
     def axis(self, name: str) -> AxisSpec:
         return next(a for a in self.axes if a.name == name)
@@ -100,8 +97,8 @@ class Grid:
 
     @property
     def batch_ranks(self) -> int:
-        """Return how many shares a global batch has: one for each context-parallel group of all outer replicas."""
-        return self.outer * self.dp // self.cp
+        """Return how many shares a global batch has: one for each context-parallel group."""
+        return self.dp // self.cp
 
     @property
     def cp_axes(self) -> tuple[AxisSpec, AxisSpec, AxisSpec]:
@@ -134,8 +131,8 @@ class Grid:
 
     @property
     def round_axes(self) -> tuple[AxisSpec, AxisSpec]:
-        """Return the ranks of an outer replica whose micro-batches are a round, inside a node and across: those with
-        the same part of other samples, at the same stage."""
+        """Return the ranks whose micro-batches are a round, inside a node and across: those with the same part of
+        other samples, at the same stage."""
         inside, stride = max(1, self._data_ranks[0] // self.cp), self.dp_stride * self.cp
         return (
             _spec(self.levels, "round_intra", "round", inside, stride),
@@ -168,13 +165,7 @@ class Grid:
 
     @property
     def _data_ranks(self) -> tuple[int, ...]:
-        levels = (*self.levels[:-1], replace(self.levels[-1], size=self.replica_size))
-        return data_ranks(levels, self.tp, self.pp, self.dp_outermost)
-
-    @property
-    def replica_size(self) -> int:
-        """Return how many ranks an outer replica has. They are consecutive."""
-        return self.world_size // self.outer
+        return data_ranks(self.levels, self.tp, self.pp, self.dp_outermost)
 
     @property
     def row_axes(self) -> tuple[AxisSpec, ...]:
@@ -196,9 +187,9 @@ class Grid:
         """Return the bytes that a rank sends where all ranks add up ``nbytes``, by link: of rings (Mesh.combine)."""
         return {axis.link: 2 * (axis.size - 1) * nbytes // axis.size for axis in self.row_axes}
 
-    def rank_of(self, pp: int, dp: int, tp: int, outer: int = 0) -> int:
+    def rank_of(self, pp: int, dp: int, tp: int) -> int:
         """Return the world rank with these indices."""
-        return outer * self.replica_size + pp * self.axis("pp").stride + dp * self.dp_stride + tp
+        return pp * self.axis("pp").stride + dp * self.dp_stride + tp
 
     def link(self, a: int, b: int) -> str:
         """Return the link class between two world ranks."""
@@ -209,17 +200,6 @@ class Grid:
         near = [min(axis.size, max(1, level.size // axis.stride)) for level in self.levels]
         beyond = zip(self.levels, [1, *near], near, strict=False)
         return {level.link: ranks - nearer for level, nearer, ranks in beyond}
-
-
-def replica_size(world_size: int, ranks_per_node: int, outer: int) -> int:
-    """Return the ranks of one of ``outer`` replicas. Raises ValueError if they are not groups of whole nodes."""
-    nodes, rest = divmod(world_size, ranks_per_node)
-    if rest or nodes % outer:
-        raise ValueError(
-            f"{world_size} ranks on nodes of {ranks_per_node} do not divide into {outer} outer replicas of whole "
-            f"nodes; nearest --outer-replicas: {nearest_divisor(max(nodes, 1), outer)}"
-        )
-    return world_size // outer
 
 
 def data_ranks(levels: Sequence[Level], tp: int, pp: int = 1, dp_outermost: bool = False) -> tuple[int, ...]:
@@ -471,7 +451,6 @@ def make_grid(
     pp: int = 1,
     shards: tuple[int, int, int] = (1, 1, 1),
     dp_outermost: bool = False,
-    outer: int = 1,
     cp: int = 1,
     cp_keys: int = 1,
     ep: int = 1,
@@ -479,20 +458,14 @@ def make_grid(
 ) -> Grid:
     """Cut the world into named axes.
 
-    ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients,
-    optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
-    role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
-    are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples, ``cp_keys`` groups of which gather
-    keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. ``level_sizes`` are the nodes in each
-    level between node and cluster (levels.py). Raises ValueError for sizes that do not divide and for factors that
-    are illegal.
+    ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients, optimizer
+    states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by role and link,
+    e.g. 'os_inter', and at most one of each exists. ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
+    groups of which gather keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. ``level_sizes``
+    are the nodes in each level between node and cluster (levels.py). Raises ValueError for sizes that do not divide
+    and for factors that are illegal.
     """
     levels = make_levels(world_size, ranks_per_node, level_sizes)
-    if outer > 1:
-        inside = replica_size(world_size, ranks_per_node, outer)
-        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, 1, cp, cp_keys, ep, level_sizes)
-        axis = _spec(levels, "outer", "outer", outer, inside)
-        return replace(one, levels=levels, axes=(axis, *one.axes), outer=outer)
     d, near = world_size // (tp * pp), data_ranks(levels, tp, pp, dp_outermost)
     problem = shard_problem(shards, d, near) or context_problem(cp, d, near, cp_keys)
     if problem := problem or expert_problem(ep, ep, tp, shards, d, near, dp_outermost, True):
@@ -502,7 +475,7 @@ def make_grid(
     tensor = _spec(levels, "tp", "tp", tp, 1)
     axes = [*data[::-1], pipeline, tensor] if dp_outermost else [pipeline, *data[::-1], tensor]
     assert prod(a.size for a in axes) == world_size
-    return Grid(levels, tp, pp, shards, tuple(axes), dp_outermost, 1, cp, cp_keys, ep)
+    return Grid(levels, tp, pp, shards, tuple(axes), dp_outermost, cp, cp_keys, ep)
 
 
 def _sub_axes(

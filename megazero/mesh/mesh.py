@@ -139,31 +139,12 @@ class Mesh:
         return self.grid.dp_index(self.rank)
 
     @property
-    def outer(self) -> Axis | None:
-        """Return the axis of the outer replicas, or None if there is one."""
-        return self.axes.get("outer")
-
-    @property
-    def replica(self) -> int:
-        """Return the index of this rank's outer replica."""
-        return 0 if self.outer is None else self.outer.index
-
-    @property
     def batch_ranks(self) -> int:
         """Return how many shares a global batch has (``Grid.batch_ranks``)."""
         return self.grid.batch_ranks
 
     @property
     def batch_rank(self) -> int:
-        return self.replica * self.replica_batch_ranks + self.replica_batch_rank
-
-    @property
-    def replica_batch_ranks(self) -> int:
-        """Return how many of these shares the outer replicas have each."""
-        return self.dp_size // self.grid.cp
-
-    @property
-    def replica_batch_rank(self) -> int:
         return self.dp_rank // self.grid.cp
 
     @waiting
@@ -220,12 +201,8 @@ class Mesh:
         return rows[self.stage_ranks(stage)]
 
     def stage_ranks(self, stage: int) -> list[int]:
-        """Return a pipeline rank's data-parallel ranks, one outer replica after the other.
-
-        Of each index this is the first tp rank.
-        """
-        outer, inner = range(self.grid.outer), range(self.dp_size)
-        return [self.grid.rank_of(stage, i, 0, replica) for replica in outer for i in inner]
+        """Return a pipeline rank's data-parallel ranks; of each index this is the first tp rank."""
+        return [self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]
 
 
 @waiting
@@ -236,7 +213,6 @@ def create_mesh(
     shards: tuple[int, int, int] = (1, 1, 1),
     dp_outermost: bool = False,
     ends: bool = False,
-    outer: int = 1,
     cp: int = 1,
     cp_keys: int = 1,
     ep: int = 1,
@@ -250,8 +226,7 @@ def create_mesh(
 
     ``shards`` is (P, G, OS). With ``dp_outermost``, ranks lie in the order dp, pp, tp instead of pp, dp, tp
     (outermost first). With ``ends``, the first and the last stage of each pipeline are joined by an axis of their
-    own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
-    data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
+    own (``Mesh.ends``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
     groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ep`` ranks in a row share experts,
     which have data-parallel axes of their own (``Mesh.ep_axes``, ``Mesh.expert_axes``). With ``rounds``, the ranks
     that have a round's micro-batches have axes, too (``Mesh.round_axes``). ``ranks_per_node`` is the whole world by
@@ -262,7 +237,7 @@ def create_mesh(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     node = ranks_per_node or world_size
-    grid = make_grid(world_size, node, tp, pp, shards, dp_outermost, outer, cp, cp_keys, ep, level_sizes)
+    grid = make_grid(world_size, node, tp, pp, shards, dp_outermost, cp, cp_keys, ep, level_sizes)
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(rank, timeout)

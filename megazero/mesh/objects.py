@@ -43,6 +43,13 @@ def gather_objects(value: Any, *classes: type, group: dist.ProcessGroup | None =
     return [unpacked(text, *classes) for text in _exchange(packed(value), group)]
 
 
+def gather_beside(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Do the same as ``gather_objects``, on a thread beside the main one, over a group of its own."""
+    import torch.distributed as dist
+
+    return [unpacked(text) for text in _exchanged(packed(value), group)] if dist.is_initialized() else [value]
+
+
 def gather_to_first(value: Any, *classes: type, group: dist.ProcessGroup) -> list[Any]:
     """Do the same as ``gather_objects`` for the first rank of ``group``; the others get an empty list. Collective."""
     return [unpacked(text, *classes) for text in _exchange(packed(value), group, to_all=False)]
@@ -97,6 +104,10 @@ def _instance(cls: type, held: list[Any]) -> Any:
 
 @waiting
 def _exchange(own: bytes, group: dist.ProcessGroup | None, to_all: bool = True) -> list[bytes]:
+    return _exchanged(own, group, to_all)
+
+
+def _exchanged(own: bytes, group: dist.ProcessGroup | None, to_all: bool = True) -> list[bytes]:
     """Return every rank's bytes, by rank; without ``to_all`` on the group's first rank only. Collective."""
     import torch
     import torch.distributed as dist

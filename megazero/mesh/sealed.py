@@ -76,18 +76,19 @@ def job_secret(save: str | None, rank: int) -> bytes:
     file = Path(save) / f"{SECRET}.{os.getuid()}"
     with suppress(OSError):
         if rank == 0:
-            _make(file)
+            made_secret(file)
         appears(lambda: len(_read(file)) >= BYTES, file.parent)
         return _read(file)
     return b""
 
 
-def _make(file: Path) -> None:
-    """Write a new secret unless there is a whole one."""
+def made_secret(file: str | os.PathLike[str]) -> bytes:
+    """Return the secret that a file holds. A new one is written unless there is a whole one. Raises OSError."""
     with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as handle:
         if os.fstat(handle.fileno()).st_size < BYTES:
             handle.write(secrets.token_bytes(BYTES))
             os.fsync(handle.fileno())
+    return Path(file).read_bytes()
 
 
 def _read(file: Path) -> bytes:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -33,12 +33,17 @@ def start_again(argv: Sequence[str], flags: Sequence[str], count: int, **options
     Returns the exit status. ``options`` are those of ``start_ranks``. Raises ValueError if another program has called
     the command: it would be started in its place.
     """
+    return start_ranks([*own_command(argv), *flags], count, **options)
+
+
+def own_command(argv: Sequence[str]) -> list[str]:
+    """Return this process's command without its last words, ``argv``. Raises ValueError if these are others'."""
     words, own = sys.orig_argv, len(sys.orig_argv) - len(argv)
     if words[own:] != list(argv):
         raise ValueError(
             "--nproc-per-node starts this process's own command again: write megazero COMMAND and its flags there"
         )
-    return start_ranks([sys.executable, *words[1:own], *flags], count, **options)
+    return [sys.executable, *words[1:own]]
 
 
 def start_ranks(
@@ -49,12 +54,27 @@ def start_ranks(
     good: Collection[int] = (0,),
     grace: float = GRACE_S,
 ) -> int:
-    """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status.
+    """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status. ``device`` is their
+    --device. The rest: ``start_all``.
+    """
+    ours = {"OMP_NUM_THREADS": "1", **(allocator_settings(os.environ) if computes_on_host(device) else {})}
+    port = free_port()
+    environs = [{**ours, **os.environ, **rank_variables(rank, count, port)} for rank in range(count)]
+    return start_all([(command, environ) for environ in environs], good=good, grace=grace)
+
+
+def start_all(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+    *,
+    good: Collection[int] = (0,),
+    grace: float = GRACE_S,
+) -> int:
+    """Run commands with their environments, as ranks, wait for all of them and return the exit status.
 
     Signals are forwarded to every rank once: ranks have their own process groups, so the terminal's Ctrl-C does not
-    reach them a second time. If this process is killed, the kernel kills them, too (Linux). ``device`` is the ranks'
-    --device. ``good`` are the statuses of ranks that did not fail.
-    Once a rank has failed, the others have ``grace`` seconds to report what they know of it; then they are ended.
+    reach them a second time. If this process is killed, the kernel kills them, too (Linux). ``good`` are the statuses
+    of ranks that did not fail. Once a rank has failed, the others have ``grace`` seconds to report what they know of
+    it; then they are ended.
 
     The status is the first that is not 0. A rank's own status precedes the signal of a killed one, which counts as
     128 plus its number, as in a shell.
@@ -67,11 +87,9 @@ def start_ranks(
     for number in HANDED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's: the ranks ignore it, too
             signal.signal(number, hear)
-    ours = {"OMP_NUM_THREADS": "1", **(allocator_settings(os.environ) if computes_on_host(device) else {})}
-    port, ranks, tie = free_port(), list[subprocess.Popen[bytes]](), _tied_to_this_process()
+    ranks, tie = list[subprocess.Popen[bytes]](), _tied_to_this_process()
     try:
-        for rank in range(count):
-            environ = {**ours, **os.environ, **rank_variables(rank, count, port)}
+        for command, environ in commands:
             ranks.append(
                 subprocess.Popen(
                     command, env=environ, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=tie

@@ -7,9 +7,9 @@ dropout keys are made before the layers.
 Of layers these are cut out: tensor-parallel linears and those of a split backward (``tp/linear.py``) and swaps of
 context parallelism (``comm/peers.py``), whose collectives overlap, are counted and are put off as without compiling,
 and experts with their router (``models/experts.py``). Where none is there, a graph is whole, and what would break it
-is an error. The head with its loss is whole, too; with tensor-parallel ranks, a split backward or the loss in chunks
-what the loss does with a rank's logits is compiled (``tp/cross_entropy.py``). The embedding stays as it is: a
-compiler's gradient of it adds in an order that varies.
+is an error. The head with its loss is whole, too; with tensor-parallel ranks, a split backward, the loss in chunks or
+further tokens what the loss does with logits is compiled (``tp/cross_entropy.py``). The embedding stays as it
+is: a compiler's gradient of it adds in an order that varies.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from megazero.config.options.sections import INDUCTOR
 from megazero.families.layer_kinds import layer_kinds
 from megazero.models.attention import allow_graphs
 from megazero.models.decoder import Decoder
-from megazero.models.feed_forward import FeedForward
+from megazero.models.experts import MixtureOfExperts
 from megazero.models.layer import DecoderLayer
+from megazero.models.multi_token import FurtherLayer
 from megazero.tp import LossPieces
 
 
@@ -40,21 +41,25 @@ def compile_decoder(decoder: Decoder, backend: str) -> None:
     """
     if backend == INDUCTOR:
         _require_compiler()
-    allow_graphs(len(set(layer_kinds(decoder.config))))
+    allow_graphs(len(set(layer_kinds(decoder.config))) + (decoder.config.mtp_num_layers > 0))
     compiled = partial(torch.compile, backend=backend, dynamic=False)
     alone = decoder.tp.size == 1 and decoder.tp.deferred is None
     names = ("forward", "_layer", "_attended", "_fed")
-    functions = {name: compiled(getattr(DecoderLayer, name), fullgraph=name == "forward") for name in names}
+    functions = {
+        (kind, name): compiled(getattr(kind, name), fullgraph=name == "forward")
+        for kind in (DecoderLayer, FurtherLayer)
+        for name in names
+    }
     for layer in decoder.layers.values():
         assert isinstance(layer, DecoderLayer)
-        whole = alone and decoder.cp.size == 1 and isinstance(layer.mlp, FeedForward)
+        whole = alone and decoder.cp.size == 1 and not isinstance(layer.mlp, MixtureOfExperts)
         # A recompute is inside a whole graph, which chooses what is kept among all operations, and around others.
         parts = ("_attended", "_fed") if layer.recompute == "mlp" else ("_layer",)
         for name in ("forward",) if whole else parts:
-            setattr(layer, name, MethodType(functions[name], layer))
+            setattr(layer, name, MethodType(functions[type(layer), name], layer))
     if (head := decoder.head) is None:
         return
-    if alone and head.loss_chunk is None:
+    if alone and head.loss_chunk is None and head.further is None:
         head.forward = compiled(head.forward, fullgraph=True)  # type: ignore[method-assign]
     else:
         head.pieces = LossPieces(*(compiled(piece, fullgraph=True) for piece in head.pieces))

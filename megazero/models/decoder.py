@@ -1,9 +1,10 @@
 """The decoder: embedding, layers and head. Activations between them are [s, b, h].
 
 Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the module is called.
-So all calls go through ``__call__``, and nothing reads another unit's parameters. Under tied embeddings the head
-holds the embedding's Parameter object. Where they are on different pipeline ranks, the head holds one of its own,
-with the same values.
+So all calls go through ``__call__``, and nothing reads another unit's parameters. Layers behind the last one, which
+predict further tokens (models/multi_token.py), run inside the head's call, so that a forward gathers the head once.
+Under tied embeddings the head holds the embedding's Parameter object. Where they are on different pipeline ranks, the
+head holds one of its own, with the same values; with further tokens the last stage has the embedding as its own, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, ke
 from megazero.models.experts import Experts, MixtureOfExperts
 from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, soft_cap
+from megazero.models.multi_token import Further, FurtherLayer, FurtherLosses
 from megazero.models.norm import make_norm
 from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
@@ -47,7 +49,9 @@ from megazero.tp import (
 )
 
 Decisions = MutableMapping[int, Decision]  # of one micro-batch, by the layer's number
-_EMBEDDING = -1  # the embedding's layer number in dropout keys
+# Of a hidden state behind its norm: that of each layer that predicts a further token, the labels and their weights.
+Predict = Callable[[Tensor], Iterator[tuple[Tensor, Tensor, Tensor]]]
+_EMBEDDING = -1  # the embedding's layer number in dropout keys; -2, ...: in further predictions
 _EMBEDDING_WEIGHT = "embedding.tokens.weight"
 
 
@@ -66,10 +70,14 @@ class Embedding(nn.Module):
         )
 
     def forward(
-        self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
+        self,
+        tokens: Tensor,
+        dropout_key: int | None = None,
+        documents: Documents | None = None,
+        ahead: int = 0,
     ) -> Tensor:
         """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel. All tokens are
-        a context-parallel rank's own.
+        a context-parallel rank's own, those that lie ``ahead`` of each.
         """
         length = tokens.shape[1] * self.cp.size
         x = _scaled(self.tokens(tokens.t()), self.config.embedding_multiplier)
@@ -88,7 +96,9 @@ class Embedding(nn.Module):
                 x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if dropout_key is None or not self.training:
             return x
-        key = sharded_key((dropout_key, _EMBEDDING, 0), self.tp, self.cp, sharded=self.tp.sharded_sequence)
+        key = sharded_key(
+            (dropout_key, _EMBEDDING - ahead, 0), self.tp, self.cp, sharded=self.tp.sharded_sequence
+        )
         return keyed_dropout(x, self.config.hidden_dropout, key_words([key], x.device)[0])
 
 
@@ -97,6 +107,7 @@ class Head(nn.Module):
 
     ``weight`` is [vocabulary rows of this rank, h]. It is the embedding's Parameter when tied. ``loss_chunk``: of how
     many tokens logits are held for a weighted loss; None: of all. ``pieces``: of the loss (tp/cross_entropy.py).
+    ``further``: takes the losses of further tokens.
     """
 
     def __init__(
@@ -106,11 +117,13 @@ class Head(nn.Module):
         tied: nn.Parameter | None,
         z_loss: float = 0.0,
         loss_chunk: int | None = None,
+        further: FurtherLosses | None = None,
         **factory: Any,
     ) -> None:
         super().__init__()
         tp = replace(tp, product=PLAIN)  # logits are computed as they are
         self.config, self.tp, self.z_loss, self.loss_chunk = config, tp, z_loss, loss_chunk
+        self.further = further
         self.pieces = PIECES
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
@@ -124,14 +137,28 @@ class Head(nn.Module):
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
         loss_scale: float = 1.0,
+        predict: Predict | None = None,
     ) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. ``labels`` is int [b, s].
 
         Returns the loss of each token [b, s] in at least fp32, or, given ``loss_weights`` [b, s], the sum of the
         losses times these. Without labels it returns this rank's part of the padded vocabulary's logits,
-        [b, s, rows]. ``loss_scale`` is the gradient that the backward of the sum will start from.
+        [b, s, rows]. ``loss_scale`` is the gradient that the backward of the sum will start from. ``predict``: runs
+        layers that predict further tokens; the sum has the gradients of their losses, too.
         """
-        x = _scaled(self.norm(x), 1 / self.config.logits_scaling)  # narrower than the logits
+        x = self.norm(x)
+        out = self._loss(x, labels, loss_weights, loss_scale)
+        for hidden, own_labels, weights in () if predict is None else predict(x):
+            assert self.further is not None
+            own = self._loss(hidden, own_labels, weights * self.further.weight, loss_scale)
+            out = self.further.add(out, own, weights.sum())
+        return out
+
+    def _loss(
+        self, x: Tensor, labels: Tensor | None, loss_weights: Tensor | None, loss_scale: float
+    ) -> Tensor:
+        """Return what ``forward`` does, of ``x`` behind a norm."""
+        x = _scaled(x, 1 / self.config.logits_scaling)  # narrower than the logits
         chunk = self.loss_chunk
         if labels is not None and loss_weights is not None and chunk is not None and chunk < labels.numel():
             given = labels.t(), loss_weights.t(), lambda logits, own: self._losses(self._capped(logits), own)
@@ -171,6 +198,7 @@ class Decoder(nn.Module):
         z_loss: float = 0.0,
         loss_chunk: int | None = None,
         balance: BalanceLosses | None = None,
+        mtp_loss_scaling_factor: float = 0.1,
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -184,6 +212,7 @@ class Decoder(nn.Module):
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         loss_chunk: of how many tokens logits are held at once where ``loss_weights`` are given; None: of all.
         balance: the losses that routers of experts add in training; None: none.
+        mtp_loss_scaling_factor: the weight of the mean loss of further tokens.
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
         """
@@ -195,17 +224,20 @@ class Decoder(nn.Module):
         check_model(config, tp.size, cp.heads.size, cp.size)
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
-        self.stages = tuple(stages or partition(config.num_layers, 1))
+        self.stages = tuple(stages or partition(config.num_layers, 1, further=config.mtp_num_layers))
         factory = {"device": device, "dtype": dtype}
         self.positions = Positions(config, attention_backend, cp)
-        first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
-        self.embedding = Embedding(config, tp, cp, **factory) if first else None
+        self.first, self.last = (any(s.embedding for s in self.stages), any(s.head for s in self.stages))
+        embeds = any(s.embeds for s in self.stages)
+        self.embedding = Embedding(config, tp, cp, **factory) if embeds else None
         # By number in the whole model, so that names do not depend on the layout.
         own, losses = [i for s in self.stages for i in s.layers], balance or BalanceLosses()
         kinds = {str(i): layer_kind(config, i) for i in own}
         self.layers = nn.ModuleDict(
             {
-                n: DecoderLayer(config, kind, tp, cp, ep, recompute, losses, **factory)
+                n: (DecoderLayer if int(n) < config.num_layers else FurtherLayer)(
+                    config, kind, tp, cp, ep, recompute, losses, **factory
+                )
                 for n, kind in kinds.items()
             }
         )
@@ -213,7 +245,9 @@ class Decoder(nn.Module):
         tied = None
         if self.embedding is not None and not config.untie_embeddings_and_output_weights:
             tied = self.embedding.tokens.weight
-        self.head = Head(config, tp, tied, z_loss, loss_chunk, **factory) if last else None
+        layers = config.mtp_num_layers
+        self.further = FurtherLosses(mtp_loss_scaling_factor / layers) if layers and self.last else None
+        self.head = Head(config, tp, tied, z_loss, loss_chunk, self.further, **factory) if self.last else None
         self.specs = padded_spec(config, tp.size, ep.size).held(self.stages)
         built = [(name, tuple(p.shape)) for name, p in self.named_parameters()]
         assert built == [(name, p.local_shape(tp.size)) for name, p in self.specs.items()]
@@ -227,6 +261,7 @@ class Decoder(nn.Module):
         loss_weights: Tensor | None = None,
         loss_scale: float = 1.0,
         decisions: Decisions | None = None,
+        further: Further | None = None,
     ) -> Tensor:
         """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s], a context-parallel rank's own.
 
@@ -236,11 +271,12 @@ class Decoder(nn.Module):
         loss_weights, loss_scale: as ``Head.forward``'s.
         decisions: which experts the tokens go to, by the layer's number. Those that are not there are taken, and left
             there.
+        further: the labels of further tokens, and their weights; with those of ``loss_weights`` they are trained on.
         Returns the same as ``Head.forward``.
         """
         (whole,) = self.stages
         return self.run_stage(
-            whole, tokens, labels, dropout_key, documents, loss_weights, loss_scale, decisions
+            whole, tokens, labels, dropout_key, documents, loss_weights, loss_scale, decisions, further
         )
 
     def run_stage(
@@ -253,6 +289,7 @@ class Decoder(nn.Module):
         loss_weights: Tensor | None = None,
         loss_scale: float = 1.0,
         decisions: Decisions | None = None,
+        further: Further | None = None,
     ) -> Tensor:
         """Run one of ``stages``. ``x`` is tokens [b, s] for the model's first stage, else what the stage before
         returned.
@@ -266,11 +303,34 @@ class Decoder(nn.Module):
         if stage.embedding:
             assert self.embedding is not None
             x = self.embedding(x, dropout_key, documents)
-        x = self.run_layers(stage.layers, x, dropout_key, documents, decisions)
+        given = dropout_key, documents, decisions
+        x = self.run_layers(stage.main, x, *given)
         if stage.head:
             assert self.head is not None
-            x = self.head(x, labels, loss_weights, loss_scale)
+            predict: Predict | None = None
+            if self.training and further is not None and labels is not None:
+                predict = partial(self._predict, labels, further, *given)
+            x = self.head(x, labels, loss_weights, loss_scale, predict)
         return x
+
+    def _predict(
+        self,
+        tokens: Tensor,
+        further: Further,
+        dropout_key: int | None,
+        documents: Documents | None,
+        decisions: Decisions | None,
+        x: Tensor,
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Do as ``Predict`` says: each layer embeds the labels of the one before, the first those of the head."""
+        assert self.embedding is not None
+        behind = range(self.config.num_layers, len(self.config.all_layers))
+        labels = zip(further.labels.unbind(-1), further.weights.unbind(-1), strict=True)
+        for ahead, (index, (own, weights)) in enumerate(zip(behind, labels, strict=True), 1):
+            embedded = self.embedding(tokens, dropout_key, None, ahead)
+            x = self.run_layers([index], x, dropout_key, documents, decisions, embedded)
+            yield x, own, weights
+            tokens = own
 
     def run_layers(
         self,
@@ -279,10 +339,11 @@ class Decoder(nn.Module):
         dropout_key: int | None = None,
         documents: Documents | None = None,
         decisions: Decisions | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Run the layers of these numbers on activations ``x`` [s, b, h], or their slice under sequence parallel.
         The result has the same shape. Tables of positions and masks are made before, once for all of them,
-        and so are the keys of their dropout.
+        and so are the keys of their dropout. ``embedded``: what one that predicts a further token takes beside ``x``.
         """
         kinds = {index: layer_kind(self.config, index) for index in indices}
         length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
@@ -293,7 +354,8 @@ class Decoder(nn.Module):
         decisions = {} if decisions is None else decisions
         for index, kind in kinds.items():
             decision = decisions.setdefault(index, Decision()) if kind.experts else None
-            x = self.layers[str(index)](x, tables[kind], dropout.get(index, NO_DROPOUT), decision)
+            given = x if embedded is None else (embedded, x)
+            x = self.layers[str(index)](given, tables[kind], dropout.get(index, NO_DROPOUT), decision)
         return x
 
     @torch.no_grad()
@@ -314,7 +376,7 @@ class Decoder(nn.Module):
         """Return ``units`` of each of ``stages``. Where its layers do not divide, the last of them are fewer."""
         parts = []
         for stage, modules in zip(self.stages, self.parts(), strict=True):
-            first = int(stage.embedding)
+            first = int(stage.embeds)
             last = first + len(stage.layers)
             runs = [tuple(modules[i : min(i + joined, last)]) for i in range(first, last, joined)]
             parts.append([*((m,) for m in modules[:first]), *runs, *((m,) for m in modules[last:])])
@@ -324,7 +386,7 @@ class Decoder(nn.Module):
         """Return the modules of each of ``stages``, in order of use."""
         return [
             [
-                *([self.embedding] if stage.embedding and self.embedding is not None else []),
+                *([self.embedding] if stage.embeds and self.embedding is not None else []),
                 *(self.layers[str(index)] for index in stage.layers),
                 *([self.head] if stage.head and self.head is not None else []),
             ]
@@ -337,7 +399,7 @@ class Decoder(nn.Module):
 
     def tied_ends(self) -> dict[str, str]:
         """Map the name here of the parameter that the pipeline's other end holds, too, to its common name."""
-        if (self.embedding is None) == (self.head is None):
+        if self.first == self.last:
             return {}
         return {name: _EMBEDDING_WEIGHT for name, p in self.specs.items() if p.tied}
 

@@ -85,10 +85,20 @@ def tied_head(config: ModelConfig) -> tuple[str, str] | None:
     return f"{names['head']}.weight", f"{names['embedding.tokens']}.weight"
 
 
+def copies(config: ModelConfig) -> dict[str, str]:
+    """Map what folders hold again in layers that predict further tokens, the embedding and the head, to the names of
+    the model's."""
+    names, tied = config.tensor_names, not config.untie_embeddings_and_output_weights
+    embedding, head = (f"{names.model[own]}.weight" for own in ("embedding.tokens", "head"))
+    layers = (f"{names.layer_prefix}{i}." for i in config.all_layers[config.num_layers :])
+    again = {"embed_tokens.weight": embedding, "shared_head.head.weight": embedding if tied else head}
+    return {layer + name: own for layer in layers for name, own in again.items()}
+
+
 def layers_behind(config: ModelConfig, names: Iterable[str], count: int) -> list[str]:
-    """Return which tensors predict further tokens: those of ``count`` layers behind the model's last one, and
-    Qwen3-Next's, which have a name of their own."""
-    behind = range(config.num_layers, config.num_layers + count)
+    """Return which tensors predict further tokens and are none of the model's: those of ``count`` layers behind its
+    last one, and Qwen3-Next's, which have a name of their own."""
+    behind = range(len(config.all_layers), config.num_layers + count)
     of_layer = re.compile(re.escape(config.tensor_names.layer_prefix) + r"(\d{1,9})\.")
     found = ((name, of_layer.match(name)) for name in names)
     return sorted(n for n, layer in found if n.startswith("mtp.") or layer and int(layer[1]) in behind)
@@ -106,8 +116,8 @@ def match_names(
 ) -> dict[str, str]:
     """Map the names of a model's ``tensors`` to those in ``shapes``.
 
-    Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2. A tied head
-    may be present too.
+    Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2. A tied head and
+    ``copies`` may be present too.
     Raises ValueError listing every missing, unexpected or misshapen tensor, and every one under two names.
     """
     held = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes.values())
@@ -122,8 +132,8 @@ def match_names(
         if name in ours:
             errors.append(f"{ours[name]} and {there} are one tensor of the model")
         ours[name] = there
-    if tied is not None and tied[0] not in wanted:
-        ours.pop(tied[0], None)
+    for name in (*copies(config), *([tied[0]] if tied is not None and tied[0] not in wanted else [])):
+        ours.pop(name, None)
     errors += [f"{name} is missing" for name in sorted(wanted.keys() - ours.keys())]
     unexpected = sorted(name for name in ours.keys() - wanted.keys() if not name.endswith(_BUFFERS))
     errors += [f"{name} belongs to no parameter" for name in unexpected]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.mixers import MIXERS
-from megazero.config.model.section import LAYER_NORMS, ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel
-from megazero.families.layer_kinds import LayerKind
+from megazero.families.layer_kinds import NOTHING, LayerKind
 from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
 from megazero.models.experts import MixtureOfExperts
 from megazero.models.feed_forward import FeedForward
@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
     norms on both sides (Ding et al. 2021), x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))).
 
     ``kind`` says what its attention is, a mixer of tokens (config/model/mixers), and whether a mixture of experts is
-    in the place of feed_forward, which adds ``losses``.
+    in the place of feed_forward, which adds ``losses``. Where one of both is nothing, so is what it adds.
     ``recompute`` is as in Decoder.
     """
 
@@ -63,20 +63,22 @@ class DecoderLayer(nn.Module):
         self.config, self.tp, self.recompute = config, tp, recompute
 
         def norm(name: str) -> nn.Module | None:
-            held = name in LAYER_NORMS[config.transformer_block_type]
-            return make_norm(config, **factory) if held else None
+            return make_norm(config, **factory) if name in config.norms_of(kind) else None
 
         self.input_norm = norm("input_norm")
-        self.attention: nn.Module = resolve_name(MIXERS[kind.mixer].module)(
-            config, tp, cp, recompute, **factory
-        )
+        self.attention: nn.Module | None = None
+        if kind.mixer != NOTHING:
+            mixer = resolve_name(MIXERS[kind.mixer].module)
+            self.attention = mixer(config, tp, cp, recompute, **factory)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp: FeedForward | MixtureOfExperts = (
-            MixtureOfExperts(config, tp, cp, ep, losses, **factory)
-            if kind.experts
-            else FeedForward(config, tp, **factory)
-        )
+        self.mlp: FeedForward | MixtureOfExperts | None = None
+        if kind.feed_forward != NOTHING:
+            self.mlp = (
+                MixtureOfExperts(config, tp, cp, ep, losses, **factory)
+                if kind.experts
+                else FeedForward(config, tp, **factory)
+            )
         self.mlp_output_norm = norm("mlp_output_norm")
 
     def forward(
@@ -104,6 +106,8 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, tables: LayerTables, key: Key | None, words: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the residual with attention's output, and what the MLP, or the norm before it, takes."""
+        if self.attention is None:
+            return x, x
         inputs = normed(self.input_norm, x)
         attended = normed(self.attention_output_norm, self.attention(inputs, tables, key))
         attended = self._added(x, attended, words)
@@ -115,6 +119,8 @@ class DecoderLayer(nn.Module):
         self, attended: Tensor, inputs: Tensor, words: Tensor | None, decision: Decision | None
     ) -> Tensor:
         """Return the residual ``attended`` and what the MLP makes of ``inputs``."""
+        if self.mlp is None:
+            return attended
         inputs = normed(self.mlp_norm, inputs)
         fed = self.mlp(inputs) if decision is None else self.mlp(inputs, decision)
         return self._added(attended, normed(self.mlp_output_norm, fed), words)

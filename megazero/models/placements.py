@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from megazero.checkpoint.placement import Placement, Places, RowRange, Stack
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import ParameterSpec, model_spec, router_biases
-from megazero.families import TensorNames, grouped_row
+from megazero.families import TensorNames
 from megazero.moe import ExpertParallel
 from megazero.tp import TensorParallel, VocabShard
 
@@ -104,8 +104,8 @@ def _placement(
     rows = local[0]
     first = tp.rank // copies * rows if p.cut == 0 else 0
     offset1 = tp.rank * local[1] if p.cut == 1 else 0
-    if part is not None and p.heads is not None and names.fused == "groups":
-        segments = _grouped_segments(c, part, first, rows)
+    if part is not None and (counted := names.grouped_by(own)):
+        segments = _grouped_segments(parts, part, getattr(c, counted), first, rows)
     else:
         segments = (RowRange(0, rows, _before(part, parts) + first),)
     shape = (sum(parts.values()), *p.shape[1:])
@@ -113,15 +113,16 @@ def _placement(
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
 
 
-def _grouped_segments(c: ModelConfig, part: int, first: int, rows: int) -> tuple[RowRange, ...]:
-    """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in a tensor of groups of heads."""
-    d, heads, groups = c.kv_channels, c.num_attention_heads, c.num_query_groups
-    stored = [d * grouped_row(part, (first + j) // d, heads, groups) for j in range(0, rows, d)]
-    segments = [RowRange(0, d, stored[0])]
-    for local, row in zip(range(d, rows, d), stored[1:], strict=True):
-        last = segments[-1]
-        if row == last.stored + last.length:
-            segments[-1] = RowRange(last.local, last.length + d, last.stored)
-        else:
-            segments.append(RowRange(local, d, row))
+def _grouped_segments(
+    parts: Mapping[int, int], part: int, groups: int, first: int, rows: int
+) -> tuple[RowRange, ...]:
+    """Return the segments of the rows ``first`` .. of a part in a tensor of ``groups``, each with some of all."""
+    of_group = {other: count // groups for other, count in parts.items()}
+    size, before, whole = of_group[part], _before(part, of_group), sum(of_group.values())
+    segments, at = list[RowRange](), first
+    while at < first + rows:
+        group, inside = divmod(at, size)
+        length = min(size - inside, first + rows - at)
+        segments.append(RowRange(at - first, length, group * whole + before + inside))
+        at += length
     return tuple(segments)

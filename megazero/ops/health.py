@@ -1,17 +1,16 @@
 """The health check: before the first step every node is tested, and a bad one is named so that it can be excluded.
 
 Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
-for checkpoints. What may be harmless is a note: less free memory than elsewhere.
+for checkpoints.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ from megazero.plan.memory import GIB, checkpoint_bytes
 from megazero.plan.units import WIDTHS
 
 BAD_NODES_FILE = "bad_nodes"  # beside exit_status: the names to exclude, one a line, for the batch script
-LEAST_MEMORY = 0.7  # of what is free on the median node
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,11 @@ def check_health(node: str, device: torch.device, save: Storage | None = None) -
     every: list[Facts] = gather_objects(find_facts(node, device), Facts)
     nodes = [facts.node for facts in every]
     _refuse(device_faults(every))
-    notes = [*differences(every), *(check_storage(save, nodes) if save is not None else ())]
+    notes = [f"{facts.node}: {facts.unused}" for facts in every if facts.unused]
+    notes += check_storage(save, nodes) if save is not None else []
     seconds = time.monotonic() - began
-    return (f"health check of {len(nodes)} ranks on {len(set(nodes))} nodes: {seconds:.1f} s", *notes)
+    said = f"health check of {len(nodes)} ranks on {len(set(nodes))} nodes: {seconds:.1f} s"
+    return (said, *dict.fromkeys(notes))
 
 
 def check_storage(save: Storage, nodes: Sequence[str]) -> list[str]:
@@ -115,7 +115,7 @@ def check_run(config: RunConfig, launch: Launch, world: World, device: torch.dev
     saves, dtype = config.checkpoint, config.precision.params_dtype
     storage: Storage | None = None
     if saves.save is not None:
-        outer = OuterFormat.of(config.outer, config.outer_replicas(world), max(WIDTHS[dtype], 4))
+        outer = OuterFormat.of(config.outer, max(WIDTHS[dtype], 4))
         size = checkpoint_bytes(config.model, dtype, config.optimizer, config.wire(world), outer)
         storage = Storage(Path(saves.save), size, saves.save_keep_last)
     return check_health(launch.host, device, storage)
@@ -201,18 +201,6 @@ def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -
                 status = status_of(problem)
         faults.append(Fault(nodes[rank], text, status))
     return faults
-
-
-def differences(every: Sequence[Facts]) -> Iterator[str]:
-    """Yield notes on nodes with less free memory than the others."""
-    nodes = {facts.node: facts for facts in every}
-    for kind in ("host_memory", "device_memory"):
-        free = {node: getattr(facts, kind)[0] for node, facts in nodes.items()}
-        for node, size in free.items():
-            if size < LEAST_MEMORY * median(free.values()):
-                name = kind.replace("_", " ")
-                others = median(free.values()) / GIB
-                yield f"{node}: {size / GIB:.1f} GiB of {name} are free, the median is {others:.1f} GiB"
 
 
 def record_bad_nodes(log_dir: str, nodes: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,10 @@ from megazero.checkpoint import store
 from megazero.checkpoint.directory import leftovers
 from megazero.files import appears
 from megazero.mesh.launch import given_gpus
-from megazero.ops.memory import host_memory
 
 MATRIX = 256  # rows of the matrices that are multiplied
 PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
 BLOCK = 512  # bytes of st_blocks (POSIX: what a file takes on the disk, holes left out)
-TOOL_LIMIT = 5.0  # seconds for nvidia-smi
 
 Gather = Callable[[Any], list]  # one object per rank, by rank
 
@@ -32,14 +29,14 @@ Gather = Callable[[Any], list]  # one object per rank, by rank
 class Facts:
     """What a rank found out about its node. wrong: the faults of its device, in words; empty if there are none.
 
-    device_memory, host_memory: free bytes and all bytes.
+    device_memory: free bytes and all bytes. unused: what NCCL leaves out of the network cards, in words.
     """
 
     node: str
     device: str
     wrong: tuple[str, ...]
     device_memory: tuple[int, int]
-    host_memory: tuple[int, int]
+    unused: str = ""
 
 
 def missing_gpus() -> str | None:
@@ -59,25 +56,42 @@ def has_cuda() -> bool:
 
 
 def find_facts(node: str, device: torch.device) -> Facts:
-    """Test this rank's device, and read its memory."""
+    """Test this rank's device."""
     wrong = tuple(device_faults(device))
     # A device that failed may fail at this, too.
     asks = device.type == "cuda" and not wrong
     device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
-    host = host_memory()
-    return Facts(
-        node, device.type, wrong, device_memory, (host.get("MemAvailable", 0), host.get("MemTotal", 0))
+    return Facts(node, device.type, wrong, device_memory, unused_rdma(os.environ.get("NCCL_IB_HCA", "")))
+
+
+def unused_rdma(taken: str, root: Path = Path("/sys/class/infiniband")) -> str:
+    """Say which active RDMA devices NCCL does not take, or return "".
+
+    taken: NCCL_IB_HCA, beginnings of names; behind = whole names, and behind ^ those that are left out.
+    """
+    left_out, exact = taken.startswith("^"), taken.lstrip("^").startswith("=")
+    words = [word.split(":")[0] for word in taken.lstrip("^=").split(",") if word]
+
+    def takes(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words) != left_out
+
+    ports = root.glob("*/ports/*/state")
+    active = sorted({port.parents[2].name for port in ports if "ACTIVE" in port.read_text()})
+    idle = [name for name in active if words and not takes(name)]
+    if not idle:
+        return ""
+    return (
+        f"NCCL_IB_HCA={taken} leaves {', '.join(idle)} unused, of the active RDMA devices {', '.join(active)}: "
+        "a port that shows as two halves needs both"
     )
 
 
 def device_faults(device: torch.device) -> list[str]:
-    """Return the faults of a device: wrong products, memory that loses data, counted errors."""
+    """Return the faults of a device: wrong products, memory that loses data."""
     try:
         wrong = [] if multiplies(device) else ["the product of two small matrices is wrong"]
         if device.type == "cuda":
             wrong += [] if remembers(device) else ["its memory does not hold what was written"]
-            errors = memory_errors(str(torch.cuda.get_device_properties(device).uuid))
-            wrong += [f"{errors} uncorrected memory errors (nvidia-smi)"] if errors else []
             torch.cuda.empty_cache()
         return wrong
     except RuntimeError as error:  # of CUDA, too; a full memory is one
@@ -98,22 +112,6 @@ def remembers(device: torch.device, elements: int = PATTERN) -> bool:
     memory = torch.empty(elements // 2**20, 2**20, dtype=torch.int32, device=device)
     memory.copy_(pattern)
     return bool((memory == pattern).all())
-
-
-def memory_errors(uuid: str) -> int:
-    """Return how many uncorrected ECC errors a GPU has had since its driver was loaded; 0 if unknown."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    query = ["--query-gpu=ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
-    device = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-i", device, *query], capture_output=True, text=True, timeout=TOOL_LIMIT
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    count = done.stdout.strip()
-    return int(count) if count.isdecimal() else 0  # "[N/A]": the card has none
 
 
 def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str | OSError]:

@@ -1,7 +1,7 @@
 """The lease on a folder: one run at a time writes there. This needs neither torch nor synchronised clocks.
 
-A run holds a lease on --save and --log-dir, each a file FOLDER/lease.N. It is one JSON object, padded
-with spaces to 1 KiB:
+A run holds a lease on --save and --log-dir, each a file FOLDER/lease. It is one JSON object, padded with spaces to
+1 KiB:
 
     job         the batch system's name of the job, or torchrun's of the run; '' where there is none
     host, pid   of the first rank
@@ -13,10 +13,8 @@ with spaces to 1 KiB:
     run         cluster and job, the same when SLURM requeues the job or torchrun restarts its ranks; '' if unknown
     restarts    how often that was restarted before
 
-The highest N counts. A lease is taken by creating lease.N+1 exclusively, so of several starts that want it one gets
-it; then older files are deleted. The highest always stays, so no number comes twice and a start that acts on an old
-look fails. Only exclusive creation, deletion and whole small writes need to be atomic, as they are on NFS; no file
-locks are used.
+Who takes the lease renames a file of its own to that name. The holder before writes into the file that it has open,
+which has no name any more, so it renews nothing of the next one's. No file locks are used.
 
 A start takes a lease
 
@@ -25,34 +23,31 @@ A start takes a lease
 - otherwise when the file has not changed for SILENT_S seconds by its own monotonic clock, after a crash on the same
   host, too. No time of another host is ever compared. If the file changes before that, the holder lives: FolderInUse.
 
+Of several starts that take it at once the last has it. The others see that at their next look, before they write.
 Who takes the lease of a start that may live waits NOTICE_S before it writes: by then the other has looked.
 
 A --save that was moved or deleted is lost, too. A lease that alone was deleted is written again.
 
-A holder looks at its lease with every beat, before each checkpoint or copy is begun and completed, before older ones
-are deleted, and before lines are written (at most once per FRESH_S). A holder that was stopped for minutes therefore
-ends instead of writing. What remains: a process that is stopped for SILENT_S just between its look and its write can
-add one line, or rename the folder of one whole checkpoint, unless the next run's first save has removed that.
-
-The claims about NFS follow from its rules: the server creates exclusively, an open asks the server again, a listing
-may be old. They were simulated (tests/unit/ops/test_lease.py), not tried on a server.
+A holder looks at its lease with every beat, before each checkpoint is begun and completed, before older ones are
+deleted, and before lines are written (at most once per FRESH_S). A holder that was stopped for minutes therefore ends
+instead of writing. What remains: a process that is stopped for SILENT_S just between its look and its write can add
+one line, or rename the folder of one whole checkpoint, unless the next run's first save has removed that.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 from megazero.bounded import load_json
 from megazero.config import RunConfig
@@ -67,8 +62,8 @@ NOTICE_S = 3.0  # from a take-over from a holder that may live to the first writ
 RELEASE_S = 2.0  # that an end waits for a disk
 SIZE = 1024  # bytes of a lease
 SAVING = ("saving", "writing")  # how the phases begin in which a run writes checkpoints (train/trainer.py)
-_NAME = re.compile(r"lease\.(\d+)")
-_Look = tuple[int, str | None]  # number and content of the lease that counts
+FILE = "lease"
+_Look = tuple[str | None, float]  # the content of a lease, and when that was read
 
 
 @dataclass(frozen=True)
@@ -126,63 +121,10 @@ class Leaseholder:
 
 def read_lease(folder: str | os.PathLike[str]) -> Leaseholder | None:
     """Return what the lease of a folder says, also of one that was released. None if there is none."""
-    return Leaseholder.read(_newest(Files(), Path(folder))[1])
-
-
-def lease_file(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the file of that lease."""
-    number = max(Files().numbers(Path(folder)), default=0)
-    return _file(Path(folder), number) if number else None
+    return Leaseholder.read(_content(Path(folder)))
 
 
 NOBODY = Leaseholder("")  # has a folder that was moved or deleted
-
-
-class Files:
-    """What leases need of a file system. A method that raises OSError has changed nothing that others rely on."""
-
-    def is_there(self, folder: Path) -> bool:
-        """Tell whether there is such a folder. One on a disk that does not answer is not gone."""
-        try:
-            os.stat(folder)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            pass
-        return True
-
-    def numbers(self, folder: Path) -> list[int]:
-        """Return the numbers of the leases in a folder; none where there is no folder."""
-        names = os.listdir(folder) if folder.is_dir() else []
-        return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
-
-    def create(self, path: Path, text: str) -> bool:
-        """Create the file, unless there is one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return False
-        try:
-            _put(file, text)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        return True
-
-    def read(self, path: Path) -> str | None:
-        """Return the content, None if there is no file. It is opened anew, so that NFS asks its server."""
-        try:
-            return path.read_text(errors="replace")
-        except FileNotFoundError:
-            return None
-
-    def write(self, path: Path, text: str) -> None:
-        """Write in place. Raises FileNotFoundError if there is no file."""
-        _put(os.open(path, os.O_WRONLY), text)
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
 
 
 class FolderInUse(Exception):
@@ -200,8 +142,8 @@ class Lease:
     """A run's hold on its folders, taken and renewed by the first rank.
 
     look: called before each beat, from another thread; returns the values of phase and phase_s.
-    numbers: of the lease held on each folder, by its name; on other ranks from ``adopt``. lost: called once, from any
-    thread, with a sentence, when another run has taken a folder; it ends the process.
+    folders: those whose lease is held; on other ranks from ``adopt``. lost: called once, from any thread, with a
+    sentence, when another run has taken a folder; it ends the process.
     """
 
     def __init__(
@@ -209,15 +151,15 @@ class Lease:
         places: tuple[Place, ...],
         holder: Leaseholder,
         *,
-        files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.places, self.holder = places, holder
-        self.numbers: dict[str, int] = {}
+        self.folders: list[str] = []
         self.lost: Callable[[str], None] = _refuse
         self.look: Callable[[], Mapping[str, Any]] = dict
-        self._files, self._clock, self._sleep = files or Files(), clock, sleep
+        self._clock, self._sleep = clock, sleep
+        self._files = dict[str, IO[bytes]]()  # the leases that are held, by folder
         self._looked = dict[str, float]()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
@@ -237,17 +179,16 @@ class Lease:
         note: called with a sentence before a wait of up to SILENT_S. Raises FolderInUse if another run holds a
         folder, and OSError if a lease cannot be written.
         """
-        looks: dict[Place, tuple[_Look, float]] = {}
+        looks: dict[Place, _Look] = {}
         # All folders are looked at now: one wait is enough for one dead run.
         for place in self.places:
             with suppress(OSError):
-                looks[place] = _newest(self._files, place.folder), self._clock()
+                looks[place] = _content(place.folder), self._clock()
         may_live = False
         try:
             for place in self.places:
                 try:
-                    number, lived = self._take(place, note, looks.get(place))
-                    self.numbers[str(place.folder)], may_live = number, may_live or lived
+                    may_live = self._take(place, note, looks.get(place)) or may_live
                 except OSError as error:
                     if place.flag == "--save" or error.errno not in NO_ROOM:
                         raise  # a run does not end for a full log disk
@@ -261,9 +202,9 @@ class Lease:
             self._sleep(NOTICE_S)
         self._thread.start()
 
-    def adopt(self, owner: str, numbers: Mapping[str, int]) -> None:
+    def adopt(self, owner: str, folders: Sequence[str]) -> None:
         """Learn on another rank what the first one holds."""
-        self.holder, self.numbers = replace(self.holder, owner=owner), dict(numbers)
+        self.holder, self.folders = replace(self.holder, owner=owner), list(folders)
 
     def taker(self, folder: str) -> Leaseholder | None:
         """Return who has taken a folder over from this run, or None if nobody has, as far as the disk answers.
@@ -272,32 +213,20 @@ class Lease:
         A rank that does not know yet what the first rank holds gets whoever else seems to hold it.
         """
         place = Path(folder).resolve()
-        own = self.numbers.get(str(place))
+        held = f"{place}" in self.folders
         with suppress(OSError):  # of a disk that does not answer: it takes no writes either
-            if own is not None and self._is_there(_file(place, own)):
-                return None
-            if own is not None and not self._files.is_there(place):
-                return NOBODY
-            number, text = _newest(self._files, place)
+            text = _content(place)
             holder = Leaseholder.read(text)
-            if (
-                number == 0
-                or own is None
-                and holder is not None
-                and (holder.released or self._is_job_of(holder))
-            ):
-                return None  # nobody has it, or it was deleted by hand
-            return holder or Leaseholder("")
+            if text is None:  # it was deleted by hand, or with its folder
+                return NOBODY if held and _is_gone(place) else None
+            if held:
+                return holder if holder is not None and holder.owner != self.holder.owner else None
+            if holder is None or not (holder.released or self._is_job_of(holder)):
+                return holder or Leaseholder("")
         return None
 
     def _is_job_of(self, holder: Leaseholder) -> bool:
         return holder.run == self.holder.run != ""
-
-    def _is_there(self, file: Path) -> bool:
-        """Whether the file of a lease is still this run's. Who takes over deletes it: a listing may be an old one."""
-        text = self._files.read(file)
-        holder = Leaseholder.read(text)
-        return text is not None and (holder is None or holder.owner == self.holder.owner)
 
     def check(self, folder: str, fresh: bool = False) -> None:
         """Call this before a write into a folder: it ends the run (``lost``) if another one has taken that.
@@ -308,7 +237,7 @@ class Lease:
         if not fresh and now - self._looked.get(folder, -inf) < FRESH_S:
             return
         place = Path(folder).resolve()
-        held = f"{place}" in self.numbers  # a full log disk took no lease
+        held = f"{place}" in self.folders  # a full log disk took no lease
         taker = self.taker(folder) if held else None
         if taker is NOBODY and Place(place, "--save") in self.places:
             # The next save would make the folder anew; a start before that would find no checkpoint, and begin again.
@@ -318,14 +247,14 @@ class Lease:
             )
         elif taker is not None and taker is not NOBODY:
             self.lost(
-                f"{folder} was taken over by {taker.words}: this run was silent for more than {SILENT_S:g} s, or its "
-                "job was started again; it ends here and writes nothing more"
+                f"{folder} was taken over by {taker.words}: this run was silent for more than {SILENT_S:g} s, its "
+                "job was started again, or both began at once; it ends here and writes nothing more"
             )
         self._looked[folder] = now
 
     def beat(self) -> None:
         """Look whether the leases are still held, and renew them."""
-        for folder in list(self.numbers):
+        for folder in list(self.folders):
             self.check(folder, fresh=True)
         self.holder = replace(self.holder, beat=self.holder.beat + 1, **self.look())
         self._write(self.holder)
@@ -340,90 +269,93 @@ class Lease:
 
     def _end(self) -> None:
         self._write(replace(self.holder, released=_now()))
-        self.numbers = {}
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+        self.folders, self._files = [], {}
 
     def _write(self, holder: Leaseholder) -> None:
-        for folder, number in self.numbers.items():
-            file = _file(Path(folder), number)
+        for folder, file in list(self._files.items()):
             with suppress(OSError):  # a full disk, or one that hangs: the next beat tries again
-                try:
-                    self._files.write(file, holder.write())
-                except FileNotFoundError:
-                    here = self._files.is_there(file.parent) and not self._files.numbers(file.parent)
-                    if here and not holder.released:
-                        self._files.create(file, holder.write())  # deleted by hand, not taken over
+                file.seek(0)
+                file.write(holder.write().encode())
+                os.fsync(file.fileno())
+                if not holder.released and _content(Path(folder)) is None and not _is_gone(Path(folder)):
+                    self._put(Path(folder))  # deleted by hand, not taken over
 
     def _renew(self) -> None:
         while not self._ended.wait(BEAT_S):
             self.beat()
         self._end()
 
-    def _take(
-        self, place: Place, note: Callable[[str], None], look: tuple[_Look, float] | None
-    ) -> tuple[int, bool]:
-        """Take the lease of one folder. Returns its number, and whether the holder before may live.
+    def _take(self, place: Place, note: Callable[[str], None], look: _Look | None) -> bool:
+        """Take the lease of one folder. Returns whether the holder before may live.
 
         look: what was there before, and when.
         """
-        watched, since = look if look is not None and look[0][1] else (None, 0.0)
+        watched, since = look if look is not None and look[0] else (None, 0.0)
         told = False
         while True:
-            number, text = seen = _newest(self._files, place.folder)
+            text = _content(place.folder)
             holder = Leaseholder.read(text)
-            free = number == 0 or (holder is not None and holder.released != "")
-            if not free and not (holder is not None and holder.precedes(self.holder)):
-                if watched is not None and seen != watched and text:
-                    who = (holder or Leaseholder("")).words
-                    raise FolderInUse(
-                        f"{place.flag} {place.folder} is in use: {who}, writes there and is alive. Give "
-                        f"this run another {place.flag}, or end that one first"
-                    )
-                if seen != watched:
-                    watched, since = seen, self._clock()
-                if self._clock() - since < SILENT_S:
-                    if not told:
-                        who = holder.words if holder is not None else "a run that is starting"
-                        note(
-                            f"{place.flag} {place.folder} is held by {who}: waiting up to {SILENT_S:g} s to see "
-                            "whether it lives"
-                        )
-                    told = True
-                    self._sleep(LOOK_S)
-                    continue
-            if self._create(place.folder, number + 1):
-                return number + 1, not free
-            watched = None
+            free = text is None or (holder is not None and holder.released != "")
+            if free or (holder is not None and holder.precedes(self.holder)):
+                break
+            if watched is not None and text != watched and text:
+                who = (holder or Leaseholder("")).words
+                raise FolderInUse(
+                    f"{place.flag} {place.folder} is in use: {who}, writes there and is alive. Give "
+                    f"this run another {place.flag}, or end that one first"
+                )
+            if text != watched:
+                watched, since = text, self._clock()
+            if self._clock() - since >= SILENT_S:
+                break
+            if not told:
+                who = holder.words if holder is not None else "a run that is starting"
+                note(
+                    f"{place.flag} {place.folder} is held by {who}: waiting up to {SILENT_S:g} s to see "
+                    "whether it lives"
+                )
+            told = True
+            self._sleep(LOOK_S)
+        self._put(place.folder)
+        return not free
 
-    def _create(self, folder: Path, number: int) -> bool:
-        """Create the lease of this number, unless another start has one as high. Older ones are deleted."""
-        if not self._files.create(_file(folder, number), self.holder.write()):
-            return False
-        numbers = self._files.numbers(folder)
-        if max(numbers, default=number) > number:
-            self._files.remove(_file(folder, number))  # it acted on an old look
-            return False
-        for older in numbers:
-            if older < number:
-                self._files.remove(_file(folder, older))
-        return True
-
-
-def _newest(files: Files, folder: Path) -> _Look:
-    """Return number and content of the lease that counts; 0 and None where there is none."""
-    number = max(files.numbers(folder), default=0)
-    return number, files.read(_file(folder, number)) if number else None
+    def _put(self, folder: Path) -> None:
+        """Make this run the holder of a folder, whoever was."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f".{FILE}.{self.holder.owner}"
+        file = open(path, "wb", buffering=0)  # noqa: SIM115 - it stays open
+        try:
+            file.write(self.holder.write().encode())
+            os.fsync(file.fileno())
+            os.replace(path, folder / FILE)
+        except OSError:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self._files[f"{folder}"] = file
+        self.folders = list(self._files)
 
 
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"lease.{number}"
-
-
-def _put(file: int, text: str) -> None:
+def _content(folder: Path) -> str | None:
+    """Return the lease of a folder, None if there is none. It is opened anew, so that NFS asks its server."""
     try:
-        os.write(file, text.encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
+        return (folder / FILE).read_text(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_gone(folder: Path) -> bool:
+    """Tell whether there is no such folder. One on a disk that does not answer is not gone."""
+    try:
+        os.stat(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _refuse(text: str) -> None:

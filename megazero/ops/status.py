@@ -16,12 +16,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazero.config.secrets import redact
 from megazero.log.exit_status import ExitStatus
 from megazero.log.history import EVENTS_FILE, read_events
 from megazero.log.metrics import METRICS_FILE, decode
 from megazero.log.units import duration
-from megazero.ops.lease import SILENT_S, Leaseholder, lease_file, read_lease
+from megazero.ops.lease import FILE, SILENT_S, Leaseholder, read_lease
 
 MOST_LINES = 20_000  # to decode; of longer files only every n-th line is decoded
 LATEST = 100  # iterations over which the speed is the mean
@@ -117,12 +116,12 @@ def read_run(log_dir: str | os.PathLike[str]) -> RunFiles:
         raise ValueError(
             f"{folder} has neither {METRICS_FILE} nor {EVENTS_FILE} of a run: name the --log-dir of a run"
         )
-    beats = lease_file(folder) or (metrics if lines else folder / EVENTS_FILE)
+    beats = folder / FILE if lease else metrics if lines else folder / EVENTS_FILE
     return RunFiles(
         folder,
         [line for line in lines if "lm_loss" in line],
         [line for line in lines if "eval_lm_loss" in line],
-        redact(events),
+        events,
         lease,
         max(0.0, _clock_of(folder) - beats.stat().st_mtime),
     )

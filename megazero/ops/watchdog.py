@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, Store
@@ -260,9 +259,7 @@ class Watchdog:
         def write() -> None:
             with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"rank_{self.rank}.txt").write_text(
-                    redact(f"{in_words(self.watched.where())}\n{text}")
-                )
+                (folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.watched.where())}\n{text}")
                 (folder / f"nccl_trace_rank_{self.rank}").write_bytes(last_collectives())
 
         _try(write)

@@ -76,7 +76,7 @@ def layer_activations(
     if heads and (backend == "math" or (on_host and backend == "flash")):
         transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
     large, product = layer.in_fp8(config.precision.fp8_least), config.precision.product
-    whole = tokens * (width * elements + inside + masks + 4 * heads) + scores
+    whole = tokens * (width * elements + inside + wide * work.gated / tp + masks + 4 * heads) + scores
     whole -= tokens * _narrower(large, product, stream, tp, width)
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
@@ -189,8 +189,10 @@ class MicroBatchActivations:
                 one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
             else:
                 always += width * mask_elements(config, [i for s in stages for i in s.layers])
-        tied = first and last and not config.model.untie_embeddings_and_output_weights
-        waiting = raw[HEAD] if tied else 0.0
+        here = last and any(s.embeds for s in stages)
+        tied = here and not config.model.untie_embeddings_and_output_weights
+        # A head that embeds further tokens leaves a gradient of the table until the first stage's is there.
+        waiting = raw[HEAD] if tied else raw[EMBEDDING] if first and config.model.mtp_num_layers else 0.0
         held = always + peak * one
         moments = {
             kind: {"activations": held + (self.layers[kind].working + raw[kind] + waiting), "head": 0.0}
@@ -239,7 +241,10 @@ def _head(
         inputs = 2 * tokens * width * model.hidden_size
         inputs += stream if config.parallel.sequence_parallel and tp > 1 else 0.0
     logits *= width
-    return sums + inputs + max(first * logits + part, then * logits, last * logits + product)
+    ahead = model.mtp_num_layers * (
+        inputs + (sums if chunked else last * logits)
+    )  # wait for the first's backward
+    return sums + inputs + max(first * logits + part, then * logits, last * logits + product) + ahead
 
 
 def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:

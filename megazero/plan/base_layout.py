@@ -325,7 +325,6 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         parallel.pipeline_model_parallel_size,
         shards,
         parallel.use_tp_pp_dp_mapping,
-        config.outer_replicas(world),
         parallel.context_parallel_size,
         config.context_levels(world)[1],
         parallel.expert_model_parallel_size,

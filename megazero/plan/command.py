@@ -11,25 +11,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megazero.config import World, make_config, run_command
+from megazero.config import make_config, run_command
 from megazero.files import write_text
 from megazero.plan import compare
-from megazero.plan.base_layout import BaseLayout
-from megazero.plan.layout import Layout
 from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
 from megazero.plan.report import (
     advice,
     details,
-    explain,
     headline,
     layout_flags,
     source_of_rates,
     table,
     write_json,
 )
-from megazero.plan.search import BEST, CHOICES, OUTER_POLICY, Found, Search
-from megazero.plan.seconds import Collectives
-from megazero.plan.simulate import simulate
+from megazero.plan.search import BEST, OUTER_POLICY, Search
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(request: PlanRequest) -> int:
     values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
-    cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
+    plain = compare.without_outer(values)  # what outer steps propose has a place to meet
+    cluster.device.peak(make_config({"micro_batch_size": 1, **plain}).precision.params_dtype)
     if options.pays:
         return _pays(request, values)
     search = Search(values, cluster, request.loss_policy)
@@ -57,8 +53,6 @@ def _plan(request: PlanRequest) -> int:
     print("\n".join([*table(best), source_of_rates(cluster)]))
     flags = shlex.join(layout_flags(first.layout.config))
     print("\n".join(["", "The first:", *details(first), "flags:", flags]))
-    if request.explain is not None:
-        print("\n".join(["", *_explained(request, first)]))
     path = Path(options.plan_output) / "plan.json"
     write_json(path, cluster, request.loss_policy, request.values, best)
     print(f"\n{path}: all of it")
@@ -84,18 +78,3 @@ def _pays(request: PlanRequest, values: dict[str, Any]) -> int:
     write_text(path, json.dumps({"version": 1, "cluster": cluster.name, "pays": found}, indent=1) + "\n")
     print(f"\n{path}: all of it")
     return 0
-
-
-def _explained(request: PlanRequest, best: Found) -> list[str]:
-    """Return the explanation of the layout given after --explain."""
-    assert request.explain is not None
-    cluster = request.cluster
-    world = World(cluster.world_size, cluster.ranks_per_node)
-    kept = {name: value for name, value in with_stand_ins(request.values).items() if name not in CHOICES}
-    try:
-        config = make_config({"micro_batch_size": 1, **kept, **request.explain}, world)
-        layout = Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero)
-    except ValueError as error:
-        faults = [f"  {line}" for line in getattr(error, "errors", [str(error)])]
-        return ["the layout is not legal:", *faults]
-    return explain(layout, simulate(layout) if layout.fits else None, best)

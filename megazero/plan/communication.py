@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megazero.comm.wire import Codecs, Coding, filled
 from megazero.config import RunConfig
 from megazero.config.layout.context import gather_coding
-from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
+from megazero.config.layout.outer import EXACT_BITS, feedback, keeps_momentum, outer_coding, planned_replicas
 from megazero.config.layout.wire import dispatch_coding
 from megazero.config.model.mixers import Mixer
 from megazero.config.model.section import ModelConfig
@@ -34,7 +34,6 @@ Bytes = Counter[tuple[str, str]]  # by kind of hop and link
 NUMBER = 4  # bytes of a number of rows, or of the largest number of a tensor
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
-OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
 EXPERT_SCALARS = 4 * 8  # of mixtures of experts: two losses, the worst load, its layer
 COUNT = 4  # bytes of an expert's tokens in a block of samples
 LOAD = 8  # and in a step
@@ -126,7 +125,7 @@ def model_state(
     take(updates, 2)
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
-    told = SCALARS + OF_ROUNDING * (not formats.codecs.exact) + OUTER_SCALARS * (grid.outer > 1)
+    told = SCALARS + OF_ROUNDING * (not formats.codecs.exact)
     for link, rows in grid.rows_sent.items():
         out["scalar", link] += rows * told
     return +out
@@ -140,13 +139,16 @@ class OuterFormat:
     """
 
     config: OuterConfig
-    replicas: int
     sums: int
 
     @classmethod
-    def of(cls, outer: OuterConfig, replicas: int, sums: int) -> OuterFormat | None:
-        """Return the format of a run, or None if it has one replica."""
-        return cls(outer, replicas, sums) if replicas > 1 else None
+    def of(cls, outer: OuterConfig, sums: int) -> OuterFormat | None:
+        """Return the format of a run, or None if it takes no outer steps."""
+        return cls(outer, sums) if outer.outer_meet else None
+
+    @property
+    def replicas(self) -> int:
+        return planned_replicas(self.config)
 
     @property
     def momentum(self) -> bool:
@@ -154,16 +156,12 @@ class OuterFormat:
 
     @property
     def feedback(self) -> bool:
-        return feeds_back(self.config)
+        return feedback(self.config) > 0
 
-    @property
-    def coding(self) -> Coding | None:
-        return outer_coding(self.config)
-
-    def meeting(self, plan: UnitPlan[Coding], grid: Grid) -> Hops[Coding]:
-        """Return the hops of a unit's meeting in their order: there and back, then to the copies of the OS slice."""
+    def message(self, plan: UnitPlan[Coding]) -> int:
+        """Return the bytes of a rank's message of a unit, which goes to every other replica."""
         width = self.sums if self.config.outer_bits == EXACT_BITS else 2
-        return plan.meeting(grid.axis("outer"), self.coding, width)
+        return plan.message(plan.cut.ranks[-1], outer_coding(self.config), width, self.sums)
 
 
 def matrix_width(optimizer: OptimizerConfig, width: int) -> int:
@@ -468,7 +466,8 @@ def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -
     backward = summed(module.inputs + shared + wire * module.outputs) + gathered
     if module.kind == HEAD:
         # Chunks compute the head's gradients in its forward, which has the gathered input already.
-        return forward + _sums(activation, 2), backward - gathered * has_loss_chunks(config)
+        sums = model_spec(config.model).predictions * _sums(activation, 2)
+        return forward + sums, backward - gathered * has_loss_chunks(config)
     if not isinstance(module, LayerSpec):
         return forward, backward
     norms = 2 * _sums(activation, module.mixer.work.norm_sums) // activation.tp  # a ring's all-reduce

@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError
+from megazero.config.layout.outer import EXACT_BITS, LOCAL, local_replicas
 from megazero.config.model.spec import parameter_count
 from megazero.config.options.cluster import Cluster
+from megazero.config.options.fields import section_of
+from megazero.config.options.sections import TOPK, OuterConfig
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
+from megazero.plan.options import with_stand_ins
 from megazero.plan.report import describe, layout_flags, tokens_per_second
 from megazero.plan.rounding import tokens_needed
 from megazero.plan.search import (
@@ -145,9 +149,9 @@ def compare(values: Mapping[str, Any], cluster: Cluster, delay_ms: float = 0.0) 
         rows += _quantised(plain, cluster, bases)
         outer = outer_layouts(values, cluster, POOLED)[:1]
         rows += [Scheme(OUTER, one, None) for one in outer]
-        if not outer:
-            fewest = replica_counts(values, cluster)[-1]
-            smallest = smallest_layout(with_outer(values, *rungs(values)[0], fewest), cluster)
+        if not outer and (counts := replica_counts(values, cluster)):
+            asked = with_outer(values, *rungs(values)[0], counts[-1])
+            smallest = smallest_layout(asked, cluster.part(counts[-1]))
             missing |= {} if smallest is None else {OUTER: smallest.memory.total / GIB}
     return Schemes(cluster, rows, missing, delay_ms)
 
@@ -172,29 +176,39 @@ def without_outer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_outer(values: Mapping[str, Any], bits: int, interval: int, replicas: int) -> dict[str, Any]:
-    return {**values, "outer_bits": bits, "outer_interval": interval, "outer_replicas": replicas}
+    """Return the options of one of so many replicas, which share the global batch."""
+    own = {
+        "global_batch_size": int(values["global_batch_size"]) // replicas,
+        "outer_meet": f"{LOCAL}:{replicas}",
+    }
+    return with_stand_ins({**values, **own, "outer_bits": bits, "outer_interval": interval})
 
 
 def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
-    """Return the numbers of outer replicas to try in turn: one for each rack or site; else for each node, then fewer.
+    """Return the numbers of replicas to try in turn: one for each rack or site; else for each node, then fewer.
 
     Raises ConfigError if there is nothing to divide.
     """
-    if values.get("outer_replicas"):
-        return [int(values["outer_replicas"])]
+    batch = int(values["global_batch_size"])
+    if given := local_replicas(section_of(OuterConfig, values)):
+        return [given]
     if cluster.above:
         return [cluster.world_size // cluster.levels[-2].size]
-    counts = [k for k in range(cluster.nodes, 1, -1) if cluster.nodes % k == 0]
+    counts = [k for k in range(cluster.nodes, 1, -1) if cluster.nodes % k == 0 and batch % k == 0]
     if not counts:
         raise ConfigError(
-            [f"--loss-policy {OUTER_POLICY}: outer replicas are groups of nodes, and there is one node"]
+            [
+                f"--loss-policy {OUTER_POLICY}: replicas are groups of nodes that share the batch, and "
+                f"{cluster.nodes} and {batch} have no common divisor"
+            ]
         )
     return counts
 
 
 def rungs(values: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the bits and intervals of LADDER with what is given instead of theirs."""
+    """Return the bits and intervals of LADDER with what is given instead of theirs; of topk bits say nothing."""
     bits, interval = values.get("outer_bits"), values.get("outer_interval")
+    bits = EXACT_BITS if values.get("outer_format") == TOPK else bits
     return [*dict.fromkeys((bits or each, interval or steps) for each, steps in LADDER)]
 
 
@@ -208,7 +222,7 @@ def outer_layouts(values: Mapping[str, Any], cluster: Cluster, number: int) -> l
         # On the last rung residuals of what was rounded take memory that the first has left.
         for bits, interval in dict.fromkeys((ladder[-1], ladder[0])):
             asked = with_outer(values, bits, interval, count)
-            if pool := Search(asked, cluster, OUTER_POLICY).best(number):
+            if pool := Search(asked, cluster.part(count), OUTER_POLICY).best(number):
                 return _on_ladder(pool, ladder)
     return []
 

@@ -188,7 +188,7 @@ class Compute:
         return Sizes(matrices, attention, moved, weights, 0.0, products, keys, core, fed)
 
     def _head(self) -> Sizes:
-        model, tp, tokens = self.config.model, self.tp, self.tokens
+        model, tp, tokens = self.config.model, self.tp, self.spec.predictions * self.tokens
         rows, weights = model.padded_vocab_size(tp) / tp, self.spec.head.multiply_adds / tp
         passes = COMPILED_LOGITS if self.config.training.compile else LOGITS
         moved = tokens * self.width * (passes * rows + 2 * model.hidden_size)

@@ -149,7 +149,7 @@ def _least_states(base: BaseLayout, shard: Shard | None, rank: int) -> float:
     """Return the least bytes of a rank's model state and gathered parameters."""
     config, width = base.config, base.compute.width
     sums = max(width, 4)
-    anchors = States.anchors_of(OuterFormat.of(config.outer, config.outer_replicas(base.world), sums))
+    anchors = States.anchors_of(OuterFormat.of(config.outer, sums))
     copy = 0.0 if width == sums else min(width, (config.zero.zero_weight_bits or 8) / 8)
     updated = sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)  # of matrices, the least
     whole = config.zero.zero_gradients_lifetime == "step"

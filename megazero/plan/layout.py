@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig, World
+from megazero.config.layout.outer import wires
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS, OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
@@ -111,7 +112,7 @@ def states_of(
     """Return the model state of a rank. width, sums: as ``Formats``. Raises ValueError for illegal shards."""
     shards = config.shards(world)
     grid, formats = grid_of(config, world, shards.factors), Formats.of(wire, width, sums)
-    outer = OuterFormat.of(config.outer, grid.outer, formats.sums)
+    outer = OuterFormat.of(config.outer, formats.sums)
     return States(grid, shards, formats, config.zero.zero_prefetch_bytes, on_host, outer)
 
 
@@ -119,10 +120,10 @@ def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> tuple[
     """Return what a configuration's shards and formats are. Raises ValueError if they are not legal on the world."""
     wire = config.wire(base.world)
     states = states_of(config, base.world, wire, base.compute.width, sums, base.cluster.on_host)
-    os, outer = states.shards.os, states.grid.outer
-    cut = "units", wire, os, outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
-    # Outer steps cut slices once more.
-    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d * outer, os))
+    os = states.shards.os
+    parts = wires(config.outer, base.d)
+    cut = "units", wire, os, parts, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
+    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d * parts, os))
 
 
 class Layout:
@@ -243,23 +244,15 @@ class Layout:
             ahead_bytes=plan.ahead_bytes,
         )
 
-    def meeting_chain(self, unit: UnitShape) -> Chain:
-        """Return what an outer step does with a unit: nothing if there is one replica."""
-        outer = self.states.outer
-        if outer is None:
-            return ()
-        compute, own = self.base.compute, unit.elements / self.states.plan(unit).shards[2] * outer.sums
-        there, *back = self.states.meeting(unit)
-        share = unit.elements * unit.apart / self.grid.dp
+    def meeting_seconds(self, unit: UnitShape) -> float:
+        """Return the seconds that an outer step takes of a unit inside its replica, one hop after the other."""
+        outer, compute = self.states.outer, self.base.compute
+        assert outer is not None
+        own = unit.elements / self.states.plan(unit).shards[2] * outer.sums
+        share = outer.replicas * unit.elements * unit.apart / self.grid.dp
         # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
-        begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)
-        return (
-            *_local(begin),
-            self._timed_hop(there),
-            *_local(compute.summed(share, self.formats.sums)),
-            *map(self._timed_hop, back),
-            *_local(end),
-        )
+        local = compute.moved((7 + 2 * outer.momentum) * own) + compute.summed(share, self.formats.sums)
+        return local + sum(self._timed_hop(hop).seconds for hop in self.states.plan(unit).sharing)
 
     @cached_property
     def _matrix_width(self) -> int:
@@ -318,17 +311,14 @@ class Layout:
 
     @property
     def bytes_of_meetings(self) -> tuple[float, float]:
-        """Return the bytes that a rank of the stage with the most sends to other outer replicas in a step: the mean
-        and the maximum.
-
-        With a delay it may take all steps until what is sent arrives: the maximum is a bound.
-        """
+        """Return the bytes that other replicas take from a rank of the stage with the most: the mean of a step, and
+        in a meeting."""
         outer = self.states.outer
         if outer is None:
             return 0.0, 0.0
-        every = [self.units(rank).shapes for rank in range(self.base.pp)]
-        most = max(
-            sum(hop.sent for unit in units for hop in self.states.meeting(unit)[:2]) for units in every
+        every = (self.units(rank).shapes for rank in range(self.base.pp))
+        most = (outer.replicas - 1) * max(
+            sum(outer.message(self.states.plan(unit)) for unit in units) for units in every
         )
         return most / outer.config.outer_interval, most
 

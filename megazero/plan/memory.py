@@ -23,7 +23,7 @@ from megazero.mesh.grid import Grid, expert_shards
 from megazero.plan.communication import Formats, OuterFormat, UnitShape, axes_of
 from megazero.plan.gathers import Copies
 from megazero.plan.units import WIDTHS, RankUnits
-from megazero.zero.plan import EXCHANGE, Hops, UnitCut, UnitPlan
+from megazero.zero.plan import EXCHANGE, UnitCut, UnitPlan
 
 # Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06
@@ -88,10 +88,6 @@ class States:
     @made_once
     def _cut(self, apart: int) -> UnitCut:
         return UnitCut.of(axes_of(apart, self.grid), self.shards.whole_gradients)
-
-    def meeting(self, unit: UnitShape) -> Hops[Coding]:
-        """Return the hops of a unit's meeting of outer replicas: none if there is one."""
-        return self.outer.meeting(self.plan(unit), self.grid) if self.outer else ()
 
     def owned(self, units: RankUnits) -> tuple[float, float]:
         """Return the elements of a rank's OS slices, and how many of them are of the layers' matrices."""
@@ -160,10 +156,9 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
     sums, master = states.formats.sums, max(states.formats.width, 4)
     residuals = 0.0
-    if states.outer is not None:
+    if states.outer is not None and states.outer.feedback:
         own = sum(n * u.elements * u.apart for u, n in units.counts)
-        kept = own * (states.outer.feedback + (states.outer.config.outer_delay > 0))  # what is on its way
-        residuals = kept / states.grid.dp * sums
+        residuals = 2 * own / states.grid.dp * sums  # of what was taken up, and of what is on its way
     owned, matrices = states.owned(units)
     moments = optimizer.moment_bytes(master, matrices / owned)
     return {
@@ -179,15 +174,13 @@ def checkpoint_bytes(
 ) -> int:
     """Return the bytes of a checkpoint's tensors, on all ranks together (zero/records.py: save_records).
 
-    With outer replicas it has the model of each and the anchor. Generators and descriptions, some KB for each rank,
-    are left out.
+    With outer steps it has the replica's own weights and the anchor. Generators and descriptions, some KB for each
+    rank, are left out.
     """
     elements = parameter_count(model)
     own = saved_width(dtype, optimizer, wire, model_spec(model).layer_matrices / elements)
     if outer is not None:
-        sums = max(WIDTHS[dtype], 4)
-        anchor = WIDTHS[dtype] + sums * (1 + outer.momentum)
-        own = outer.replicas * (own + outer.feedback * sums) + anchor
+        own += max(WIDTHS[dtype], 4) * (1 + outer.momentum + outer.feedback)
     return int(elements * own)
 
 
@@ -198,7 +191,7 @@ def saved_width(dtype: str, optimizer: OptimizerConfig, wire: Wire, matrices: fl
     """
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
-    return width + master + optimizer.stored_moment_bytes(sums, matrices)
+    return width + master + optimizer.moment_bytes(sums, matrices)
 
 
 def gathered(units: RankUnits, states: States, kind: str) -> float:
@@ -225,9 +218,7 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
 
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
     """Return the bytes of the pool of transient buffers: what a step takes of it, or an outer step after it."""
-    step, outer = _step_pool(units, states, micro_batches, sure), _outer_pool(units, states)
-    # What is on its way has buffers of its own beside a step's.
-    return step + outer if states.outer is not None and states.outer.config.outer_delay else max(step, outer)
+    return max(_step_pool(units, states, micro_batches, sure), _outer_pool(units, states))
 
 
 def _outer_pool(units: RankUnits, states: States) -> float:
@@ -238,10 +229,9 @@ def _outer_pool(units: RankUnits, states: States) -> float:
     order = units.reduced(WAITING)
     sizes: dict[UnitShape, float] = {}
     for unit in set(order):
-        row = states.meeting(unit)[0].sent // (outer.replicas - 1)
-        fed_back = outer.feedback * (unit.elements * unit.apart / d * outer.sums + outer.replicas * row)
-        own = unit.elements / states.plan(unit).shards[2] * outer.sums  # the difference
-        sizes[unit] = own + fed_back + 2 * outer.replicas * row
+        part = unit.elements * unit.apart / d * outer.sums  # what a message decodes to
+        own = unit.elements / states.plan(unit).shards[2] * outer.sums  # the sums, and the difference
+        sizes[unit] = 2 * own + part + outer.message(states.plan(unit))
     return _window(order, WAITING, sizes)
 
 

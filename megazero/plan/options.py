@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError, make_config
+from megazero.config.layout.outer import LOCAL
 from megazero.config.options.cluster import LEAST, MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.data_sources import NO_DATA
@@ -17,19 +18,17 @@ from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import CONDITIONS, DERIVED_LENGTHS, GELU, LOADED
 from megazero.config.run import all_options
-from megazero.plan.search import given_formats
+from megazero.plan.search import OUTER_POLICY, given_formats
 
-USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
+USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below]
 
 Finds the fastest layouts of a model on a cluster. It takes flags of training (megazero train --help lists them): the
 model's and --global-batch-size. It keeps the flags of the layout that you give and chooses the others. It prints the
-ten fastest layouts that fit, with memory, time and flags, and writes plan.json. Flags after --explain, which comes
-last, describe one layout: the report says why it does not fit or is slower than the best. Exit status 0: a layout
-fits; 1: none does; 2: the command line or the cluster file is wrong.
+ten fastest layouts that fit, with memory, time and flags, and writes plan.json. Exit status 0: a layout fits; 1: none
+does; 2: the command line or the cluster file is wrong.
 
 Clusters that come with it: {", ".join(known_clusters())}.
 """
-EXPLAIN = "--explain"
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,12 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The request of the command line.
-
-    values: the training's options by name. explain: those of a layout, or None.
-    """
+    """The request of the command line. values: the training's options by name."""
 
     values: dict[str, Any]
     cluster: Cluster
     loss_policy: str
     options: PlanConfig
-    explain: dict[str, Any] | None
 
 
 def help_text() -> str:
@@ -88,24 +83,9 @@ def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def read_request(argv: Sequence[str]) -> PlanRequest:
     """Read the command line after ``plan``. Raises ConfigError with every fault at once."""
-    words, layout = list(argv), None
-    if EXPLAIN in words:
-        at = words.index(EXPLAIN)
-        words, layout = words[:at], words[at + 1 :]
-    options, rest, errors = read_section(PlanConfig, words)
+    options, rest, errors = read_section(PlanConfig, argv)
     values, faults = read_values(rest)
     errors += faults
-    explain = None
-    if layout is not None:
-        _, own, _ = read_section(PlanConfig, layout)
-        explain, faults = read_values(own)
-        errors += [f"after {EXPLAIN}: {each}" for each in faults]
-        if own != layout or {"cluster", "loss_policy"} & explain.keys():
-            errors.append(
-                f"--cluster, --loss-policy and flags of plan stand before {EXPLAIN}; a layout's after it"
-            )
-        elif not explain and not faults:
-            errors.append(f"{EXPLAIN} takes the flags of a layout after it, such as --zero-preset zero3")
     named, policy = (values.pop(name, all_options()[name].default) for name in ("cluster", "loss_policy"))
     errors += filter(None, [fault(all_options()["loss_policy"], policy)])
     cluster = None
@@ -124,24 +104,23 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
                 f"--ranks-per-node {given} is not the cluster's {cluster.ranks_per_node}; leave it out"
             )
         values["ranks_per_node"] = cluster.ranks_per_node
-    errors += _useless(options, policy, layout is not None)
+    errors += _useless(options, policy)
     errors += _not_beside_schemes(options, values)
     if not any(line.startswith("--load ") for line in errors):  # what is missing may stand there
-        errors += _model_errors(values)
+        proposes = (options.pays or policy == OUTER_POLICY) and any(n.startswith("outer_") for n in values)
+        errors += _model_errors({**({"outer_meet": f"{LOCAL}:2"} if proposes else {}), **values})
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return PlanRequest(values, cluster, policy, options, explain)
+    return PlanRequest(values, cluster, policy, options)
 
 
-def _useless(options: PlanConfig, policy: str, explains: bool) -> Iterator[str]:
+def _useless(options: PlanConfig, policy: str) -> Iterator[str]:
     """Yield what flags have no effect beside the others."""
     for name in ("link_rates", "link_delays"):
         if getattr(options, name) is not None and not options.pays:
             yield f"--{name.replace('_', '-')} has no effect without --pays"
     if options.pays and policy != all_options()["loss_policy"].default:
         yield "--pays tries every scheme: leave out --loss-policy"
-    if options.pays and explains:
-        yield f"--pays prints one table: leave out {EXPLAIN}"
 
 
 def _not_beside_schemes(options: PlanConfig, values: Mapping[str, Any]) -> Iterator[str]:
@@ -161,7 +140,11 @@ def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
     }
     done |= NO_DATA
     done["vocab_size"] = run_vocabulary(values.get("tokenizer_type"), values.get("vocab_size"))
-    if done.get("train_samples") is None:
+    if done.get("train_samples") is None and done.get("outer_meet"):
+        done = {name: value for name, value in done.items() if name != "train_iters"} | {
+            "train_samples": 1 << 40
+        }
+    elif done.get("train_samples") is None:
         done.setdefault("train_iters", 1)
     done.setdefault("lr", 1e-4)
     return done

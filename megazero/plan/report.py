@@ -1,4 +1,4 @@
-"""Reports the planner's results: tables, flags, plan.json, --explain; and what to change if no layout fits."""
+"""Reports the planner's results: tables, flags, plan.json; and what to change if no layout fits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import RunConfig
+from megazero.config.layout.outer import planned_replicas
 from megazero.config.model.spec import parameter_count, training_flops
 from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
+from megazero.config.options.sections import TOPK
 from megazero.config.run import all_options
 from megazero.files import write_text
 from megazero.plan.base_layout import BaseLayout
@@ -30,7 +32,7 @@ FORMATS = (
     "zero_gradient_transform",
 )
 MOST_NODES = 64  # times as many as there are: the largest cluster that is tried if no layout fits
-OUTER_STEPS = ("outer_interval", "outer_replicas", "outer_bits", "outer_delay")
+OUTER_STEPS = ("outer_meet", "outer_interval", "outer_format", "outer_bits", "outer_delay")
 CHOSEN = (
     *PARALLEL,
     LEVELS,
@@ -71,7 +73,9 @@ def model_flops_utilisation(layout: Layout, seconds: float) -> float:
 
 def tokens_per_second(layout: Layout, seconds: float) -> float:
     config = layout.config
-    return config.batch.samples_per_step(layout.base.batch_ranks) * config.model.seq_length / seconds
+    replicas = layout.states.outer.replicas if layout.states.outer else 1
+    samples = replicas * config.batch.samples_per_step(layout.base.batch_ranks)
+    return samples * config.model.seq_length / seconds
 
 
 def _levels(base: BaseLayout) -> str:
@@ -97,14 +101,16 @@ def describe(layout: Layout) -> str:
     words += [f"recompute {recompute}"] * (recompute != "none")
     words += [f"loss of {layout.loss_chunk} tokens at once"] * (layout.loss_chunk is not None)
     if layout.states.outer is not None:
-        words.append(outer_words(layout.config, layout.states.outer.replicas))
+        words.append(outer_words(layout.config))
     return ", ".join(words)
 
 
-def outer_words(config: RunConfig, replicas: int) -> str:
+def outer_words(config: RunConfig) -> str:
     """Return outer steps in a few words."""
     outer = config.outer
-    words = f"{replicas} replicas, {outer.outer_bits} bits every {outer.outer_interval} steps"
+    sent = outer.outer_format if outer.outer_format == TOPK else f"{outer.outer_bits} bits"
+    words = f"each of {planned_replicas(outer)} replicas with a batch of {config.batch.global_batch_size}, "
+    words += f"{sent} every {outer.outer_interval} steps"
     return words + (f", {outer.outer_delay} on their way" if outer.outer_delay else "")
 
 
@@ -200,36 +206,6 @@ def source_of_rates(cluster: Cluster) -> str:
         "rates: of data sheets, which published runs missed by 20% at the median (docs/results/published.md); "
         "megazero calibrate measures yours"
     )
-
-
-def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[str]:
-    """Explain why a layout does not fit (``timing`` is None), or is slower than the best one, item by item."""
-    lines = [f"{describe(layout)}:"]
-    if timing is None:
-        over = layout.memory.total - layout.room
-        lines.append(
-            f"does not fit: {layout.memory.total / GIB:.2f} GiB on the fullest rank, {over / GIB:.2f} too much"
-        )
-        items = sorted(layout.memory.items().items(), key=lambda item: -item[1])
-        lines += [f"  {name:<12} {size / GIB:8.2f} GiB" for name, size in items if size]
-        return lines
-    lines.append(
-        f"{timing.seconds:.3f} s a step, {layout.memory.total / GIB:.2f} GiB, "
-        f"{layout.bytes_across_nodes / 1e9:.1f} GB across each node's link"
-    )
-    if best is None:
-        return lines
-    lines.append(
-        f"the best, {describe(best.layout)}: {best.timing.seconds:.3f} s, {best.layout.memory.total / GIB:.2f} GiB, "
-        f"{best.layout.bytes_across_nodes / 1e9:.1f} GB; {timing.seconds / best.timing.seconds:.2f} times as fast"
-    )
-    differences = {name: timing.bill[name] - best.timing.bill[name] for name in BILL}
-    for name, more in sorted(differences.items(), key=lambda item: -abs(item[1])):
-        if abs(more) >= 0.0005:
-            lines.append(
-                f"  {BILL[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
-            )
-    return lines
 
 
 def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[str]:

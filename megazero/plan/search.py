@@ -281,8 +281,7 @@ class Search:
         return tp > 1 and int(self.values.get("seq_length") or 1) % (tp * cp) == 0
 
     def _pipeline_sizes(self, tp: int) -> list[int]:
-        replicas = int(self.values.get("outer_replicas") or 1) if self.values.get("outer_interval") else 1
-        layers, ranks = int(self.values.get("num_layers") or 1), self.cluster.world_size // (replicas * tp)
+        layers, ranks = int(self.values.get("num_layers") or 1), self.cluster.world_size // tp
         return [k for k in common_divisors(ranks) if k <= layers]
 
     def _stages(self, pp: int) -> Iterator[dict[str, Any]]:

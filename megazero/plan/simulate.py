@@ -219,8 +219,8 @@ def _at_use(uses: Iterable[ModuleUse]) -> Iterator[ModuleUse]:
 
 
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
-    """Return the time of one step in the middle of a run; with outer replicas the mean of those from one meeting to
-    the next."""
+    """Return the time of one step in the middle of a run; with outer steps the mean of those from one meeting to the
+    next."""
     base = layout.base
     runs = [_run(layout, execution, micro_batches) for micro_batches in base.sampled]
     seconds = base.extrapolated([run.seconds for run in runs])
@@ -236,15 +236,14 @@ def _outer_seconds(layout: Layout, outer: OuterConfig, step: float) -> float:
 
 
 def meeting_seconds(layout: Layout) -> float:
-    """Return the seconds of an outer step, in which ranks wait for the slowest stage."""
-    return max(_meeting(layout, rank) for rank in range(layout.base.pp))
-
-
-def _meeting(layout: Layout, rank: int) -> float:
-    """Return the seconds of a rank's outer step (zero/outer.py): its chains on one lane, and nothing else."""
-    lane, links = _Lane(), dict[str, float]()
-    chains = {unit: layout.meeting_chain(unit) for unit, _ in layout.units(rank).counts}
-    return max((lane.run(chains[unit], 0.0, links) for unit in layout.units(rank).shapes), default=0.0)
+    """Return the seconds of a meeting: the others' messages come to all ranks, which wait for the slowest stage
+    then."""
+    _, received = layout.bytes_of_meetings
+    own = (
+        sum(count * layout.meeting_seconds(unit) for unit, count in layout.units(rank).counts)
+        for rank in range(layout.base.pp)
+    )
+    return layout.base.cluster.met_seconds(received) + max(own)
 
 
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:

@@ -42,10 +42,13 @@ class RankUnits:
     """
 
     def __init__(self, stages: Sequence[StageSpec], rule: UnitRule) -> None:
-        # The first and the last stage of a pipeline are on one rank: a tied head takes the embedding's weight.
-        whole = any(s.embedding for s in stages) and any(s.head for s in stages)
+        first, embeds, last = (
+            any(getattr(s, name) for s in stages) for name in ("embedding", "embeds", "head")
+        )
+        # A tied head takes the weight of an embedding that is here, too.
+        here, whole = embeds and last, first and last
         self._units = [rule.joined_modules(stage) for stage in stages]  # of each part
-        self._made = {unit: rule.units_of(unit, whole) for unit in chain.from_iterable(self._units)}
+        self._made = {unit: rule.units_of(unit, here, whole) for unit in chain.from_iterable(self._units)}
         self.layers = Counter(rule.kinds[i] for s in stages for i in s.layers)
         self.matrices_apart: Counter[int] = Counter()
         for kind, number in self.layers.items():
@@ -58,7 +61,7 @@ class RankUnits:
     def modules(self) -> Mapping[str, int]:
         """Return, for each kind of module that is here, the elements of the units that it needs.
 
-        Tied to an embedding that is here, too, the head needs the unit of the table.
+        Tied to an embedding that is here, too, or calling it, the head needs the unit of the table.
         """
         return self._elements(lambda shape: True)
 
@@ -112,7 +115,7 @@ class RankUnits:
                 shapes += made.shapes
                 groups += made.groups
                 for kind, needs in zip(unit, made.needs, strict=True):
-                    # Tied to an embedding that is here, too, the head needs its table: the rank's first module.
+                    # The head needs the table of an embedding that is here, too: the rank's first module.
                     table = [self._table] if kind == HEAD and self._table is not None else []
                     modules.append(Module(kind, (*table, *(first + number for number in needs))))
             parts.append(tuple(modules))
@@ -175,7 +178,7 @@ class UnitRule:
             layer.kind: tuple(self._matrix(p) for p in layer.parameters if p.multiplies)
             for layer in self.spec.layers
         }
-        self._made: dict[tuple[Joined, bool], ModuleUnits] = {}
+        self._made: dict[tuple[Joined, bool, bool], ModuleUnits] = {}
 
     def apart(self, parameter: ParameterSpec) -> int:
         """Return how many data-parallel neighbours hold other elements of a parameter (of shared experts)."""
@@ -192,17 +195,19 @@ class UnitRule:
         joined = self.zero.zero_unit_layers
         runs = (stage.layers[i : i + joined] for i in range(0, len(stage.layers), joined))
         layers = tuple(tuple(self.kinds[i] for i in run) for run in runs)
-        return ((EMBEDDING,),) * stage.embedding + layers + ((HEAD,),) * stage.head
+        return ((EMBEDDING,),) * stage.embeds + layers + ((HEAD,),) * stage.head
 
-    def units_of(self, unit: Joined, whole: bool) -> ModuleUnits:
-        """Return the units of joined modules. whole: the rank holds the embedding and the head."""
-        if (unit, whole) not in self._made:
-            self._made[unit, whole] = self._units_of(unit, whole)
-        return self._made[unit, whole]
+    def units_of(self, unit: Joined, here: bool, whole: bool) -> ModuleUnits:
+        """Return the units of joined modules. here: the rank holds an embedding and the head; whole: the first and
+        the last stage."""
+        key = unit, here, whole
+        if key not in self._made:
+            self._made[key] = self._units_of(unit, here, whole)
+        return self._made[key]
 
-    def _units_of(self, unit: Joined, whole: bool) -> ModuleUnits:
+    def _units_of(self, unit: Joined, here: bool, whole: bool) -> ModuleUnits:
         members = [self.spec.modules[kind].parameters for kind in unit]
-        if unit == (HEAD,) and whole:
+        if unit == (HEAD,) and here:
             members = [tuple(p for p in members[0] if not p.tied)]
         parameters = [(at, p) for at, member in enumerate(members) for p in member]
         # The pipeline's other end holds a tied parameter too, unless this rank is both.
@@ -217,7 +222,7 @@ class UnitRule:
         groups = tuple(tuple(p for _, p in group) for group in found)
         shapes = tuple(self._shape(ps, group[0] in tied) for ps, group in zip(groups, found, strict=True))
         table = None
-        if whole and unit == (EMBEDDING,):
+        if here and unit == (EMBEDDING,):
             table = next((i for i, group in enumerate(groups) if any(p.tied for p in group)), None)
         return ModuleUnits(shapes, groups, tuple(map(tuple, needs)), table)
 

@@ -1,7 +1,8 @@
 """Which layers each pipeline stage holds. Pure; no torch.
 
 A model is the embedding, ``num_layers`` equal layers and the head (final norm, output projection, loss), cut into
-``pp * virtual`` stages. The first and the last of several may have no layers. Placement is looped (Narayanan et al.
+``pp * virtual`` stages. The first and the last of several may have no layers. Layers behind the last one, which
+predict further tokens, lie with the head. Placement is looped (Narayanan et al.
 2021, section 2.2): stage i lies on rank i % pp.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 UNIFORM, BY_TYPE = "uniform", "type:transformer|embedding"
 METHODS = ("balanced", UNIFORM, BY_TYPE)
@@ -17,13 +18,24 @@ METHODS = ("balanced", UNIFORM, BY_TYPE)
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One virtual stage. ``layers`` are global layer numbers."""
+    """One virtual stage. ``layers`` are global layer numbers; the last ``further`` of them predict further tokens."""
 
     index: int
     rank: int
     layers: range
     embedding: bool
     head: bool
+    further: int = 0
+
+    @property
+    def main(self) -> range:
+        """The numbers of the other layers."""
+        return self.layers[: len(self.layers) - self.further]
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the stage embeds tokens: the model's, or those that further predictions follow."""
+        return self.embedding or self.further > 0
 
 
 @dataclass(frozen=True)
@@ -47,13 +59,15 @@ def partition(
     method: str | tuple[int, ...] = "balanced",
     first: int | None = None,
     last: int | None = None,
+    further: int = 0,
 ) -> tuple[StageSpec, ...]:
     """Return the stages in the order of the model.
 
     method: 'balanced' makes the largest cost of a stage the smallest possible. 'uniform' counts layers only.
     'type:transformer|embedding' (DeepSpeed's word for what BLOOM used) counts the embedding and the head as one layer
     each. A tuple gives the layers of every stage.
-    first, last: the layers of the outer stages. The method spreads the rest.
+    first, last: the layers of the outer stages. The method spreads the rest. further: layers behind the last one,
+    which none of these counts, and 'balanced' weighs as layers.
     Where stages tie, earlier ones get fewer layers, because under 1F1B they hold more activations.
     Raises ValueError with every fault, each with the nearest legal choice.
     """
@@ -68,12 +82,15 @@ def partition(
     if isinstance(method, tuple):
         counts: Sequence[int] = method
     else:
-        counts = _spread(num_layers, pp * virtual, by_method.get(method, costs), first, last)
+        behind = replace(costs, head=costs.head + costs.layer * further)
+        counts = _spread(num_layers, pp * virtual, by_method.get(method, behind), first, last)
     starts = [sum(counts[:i]) for i in range(len(counts))]
-    return tuple(
+    *others, end = (
         StageSpec(i, i % pp, range(start, start + count), i == 0, i == len(counts) - 1)
         for i, (start, count) in enumerate(zip(starts, counts, strict=True))
     )
+    layers = range(end.layers.start, end.layers.stop + further)
+    return (*others, replace(end, layers=layers, further=further))
 
 
 def _spread(num_layers: int, stages: int, costs: Costs, first: int | None, last: int | None) -> list[int]:
@@ -187,10 +204,13 @@ def partition_table(stages: Sequence[StageSpec], costs: Costs) -> str:
     largest = max(costs.of(stage) for stage in stages)
     lines = ["stage  rank  layers        holds                       cost in layers  of the largest"]
     for stage in stages:
-        count = len(stage.layers)
+        count, further = len(stage.main), [f"{stage.further} further"] * bool(stage.further)
         layers = [f"{count} layer{'s' * (count > 1)}"] * bool(count)
-        holds = ["embedding"] * stage.embedding + layers + ["head"] * stage.head
-        cost, numbers = costs.of(stage), f"{stage.layers[0]} to {stage.layers[-1]}" if count else "none"
+        holds = ["embedding"] * stage.embeds + layers + further + ["head"] * stage.head
+        cost, numbers = (
+            costs.of(stage),
+            f"{stage.layers[0]} to {stage.layers[-1]}" if stage.layers else "none",
+        )
         lines.append(
             f"{stage.index:5}  {stage.rank:4}  {numbers:12}  {', '.join(holds):26}  {cost / costs.layer:14.2f}  "
             f"{cost / largest:14.0%}"

@@ -9,11 +9,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import NoReturn
 
+from megazero.comm.rooms.point import Point
 from megazero.config import ConfigError, RunConfig, World, begun, parse
+from megazero.config.layout.outer import LOCAL, local_replicas
 from megazero.config.options.data_inputs import SPLITS
 from megazero.config.options.data_sources import data_kind
 from megazero.config.read.beginning import Beginning, read_beginning
@@ -28,7 +31,7 @@ from megazero.log.exit_status import (
 )
 from megazero.log.history import record_end
 from megazero.mesh.launch import Launch, is_first, take_launch
-from megazero.mesh.starter import start_again
+from megazero.mesh.starter import own_command, start_again, start_all
 from megazero.ops.exit_conditions import NotStarted, StopSignals
 from megazero.ops.lease import Lease
 
@@ -45,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
         if launch.rank == 0:  # it reads the folders of --load and --save, and tells the others
             beginning = read_beginning(config.values())
             config = begun(config, world, beginning)
+            if ranks is None and local_replicas(config.outer):
+                raise ConfigError(
+                    [f"--outer-meet {LOCAL}:R starts replicas on this machine: give --nproc-per-node N"]
+                )
             _refuse_missing_data(config)
             make_folders(config)
     except (ConfigError, OSError) as error:
@@ -53,8 +60,37 @@ def main(argv: Sequence[str]) -> int:
         return int(ended.code or 0)
     if ranks is not None:
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
+        if replicas := local_replicas(config.outer):
+            return _start_replicas(config, argv, flags, replicas, ranks, good)
         return start_again(argv, flags, ranks, device=config.training.device, good=good)
     return run(config, launch, beginning)
+
+
+def _start_replicas(
+    config: RunConfig,
+    argv: Sequence[str],
+    flags: Sequence[str],
+    count: int,
+    ranks: int,
+    good: Collection[int],
+) -> int:
+    """Start so many replicas of this run on this machine, each a launch with folders of its own, and where they
+    meet."""
+    options = config.checkpoint
+    with Point(0, b"") as point:
+        commands = []
+        for number in range(count):
+            name = f"replica{number}"
+            own = {"outer_meet": f"127.0.0.1:{point.port}", "outer_name": name}
+            own |= {"outer_least": f"{config.outer.outer_least or count}"}
+            own |= {"log_dir": f"{Path(config.logging.log_dir) / name}"}
+            own |= {"save": f"{Path(options.save) / name}"} if options.save else {}
+            if options.load and (options.load == options.save or (Path(options.load) / name).is_dir()):
+                own |= {"load": f"{Path(options.load) / name}"}
+            words = [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", value)]
+            start = ["--nproc-per-node", f"{ranks}"]
+            commands.append(([*own_command(argv), *flags, *words, *start], os.environ))
+        return start_all(commands, good=good)
 
 
 def _refuse_missing_data(config: RunConfig) -> None:

@@ -32,32 +32,28 @@ def mean_loss(
     steps: int,
     micro_batches: int,
     interrupted: Callable[[], bool],
-    replica: bool = False,
+    anchor: bool = True,
     advance: Callable[[int, int], None] = lambda done, steps: None,
 ) -> float | None:
     """Return the loss over the first ``steps`` global batches of so many micro-batches on each rank. Collective.
 
     The batches are the first of ``source`` each time, so there is no sampling noise. interrupted: asked between two
-    batches on every rank, with the same answer on all. If it says yes, the loss is None. replica: the first outer
-    replica evaluates its own weights, on all of the batches, while the others wait. advance: told before each batch
-    how many of how many are done.
+    batches on every rank, with the same answer on all. If it says yes, the loss is None. anchor: of the weights
+    that replicas share, where outer steps are taken. advance: told before each batch how many of how many are done.
     """
     mesh = feeding.mesh
-    rounds, waits = micro_batches * (mesh.grid.outer if replica else 1), replica and mesh.replica > 0
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     left = 0
     source.load_state(0)
-    with feeding.batches(source, replica) as batches, engine.evaluation(anchor=not replica):
+    with feeding.batches(source) as batches, engine.evaluation(anchor):
         for left in reversed(range(steps)):
             advance(steps - left - 1, steps)
-            own = () if waits else batches.next_step(rounds)
+            own = batches.next_step(micro_batches)
             step = [MicroBatch(**own_tokens(feeding.to_device(batch), mesh)) for batch in own]
-            losses = pipeline.evaluate(step) if step else None
+            losses = pipeline.evaluate(step)
             if losses is not None:
                 sums[0] += losses.sum()
             sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
-            if replica:
-                mesh.gather_rows(sums)  # those that wait keep step: else they would seem to hang
             if left and interrupted():
                 break
     with waiting:  # on CUDA the host waits where it reads

@@ -16,7 +16,7 @@ from megazero.models import Decoder
 from megazero.moe import BalanceLosses
 from megazero.moe.balance import move_bias
 from megazero.zero import Engine, StepPart
-from megazero.zero.scalars import NOTHING, Rows
+from megazero.zero.scalars import NOTHING, Rows, Sums
 
 _COLUMNS = 4  # the two losses, the worst load and its layer
 _OF_LAYER = 3  # the same of each layer
@@ -66,7 +66,8 @@ class ExpertBalance(StepPart):
     def __init__(self, decoder: Decoder, engine: Engine, rate: float, each_layer: bool = False) -> None:
         self.decoder, self.engine, self.mesh, self.rate = decoder, engine, engine.mesh, rate
         self.own, self.each_layer = decoder.balances(), each_layer
-        self.numbers = [i for i, kind in enumerate(layer_kinds(decoder.config)) if kind.experts]
+        every = layer_kinds(decoder.config, decoder.config.all_layers)
+        self.numbers = [i for i, kind in enumerate(every) if kind.experts]
         self.columns = _COLUMNS + each_layer * _OF_LAYER * len(self.numbers)
         self.last: StepBalance | None = None
         decoder.balance_losses.scale = self._scale
@@ -85,9 +86,15 @@ class ExpertBalance(StepPart):
             named["load_balancing_loss"] = layer.loss
         return named | ({"z_loss": layer.z_loss} if losses.z else {})
 
+    @property
+    def biases(self) -> list[torch.Tensor]:
+        """The biases of this rank's layers that have one."""
+        found = map(self.decoder.router_bias, self.own)
+        return [bias for bias in found if bias is not None]
+
     def _scale(self) -> float:
         """Return what the step's divisor makes the share of one micro-batch."""
-        return self.engine.divisor / (self.engine.micro_batches * self.mesh.replica_batch_ranks)
+        return self.engine.divisor / (self.engine.micro_batches * self.mesh.batch_ranks)
 
     def write(self, row: torch.Tensor) -> None:
         """Write this rank's terms of the step's losses, and of all ranks the fullest expert. Collective."""
@@ -107,7 +114,7 @@ class ExpertBalance(StepPart):
         if self.each_layer:
             row[_COLUMNS:] = torch.cat([values, fullest.unsqueeze(1)], 1).flatten()
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
         losses = [sum(column) for column in zip(*rows, strict=True)]
         every, layers = rows[0], dict[int, LayerBalance]()
         for at, i in enumerate(self.numbers if self.each_layer else ()):

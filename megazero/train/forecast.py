@@ -40,9 +40,9 @@ RELEASED = (("loss_chunk_tokens",), ZERO, ("recompute_granularity",), ("micro_ba
 class Forecast:
     """The prediction for a run of ``layout``.
 
-    seconds: of a step, without a meeting of outer replicas, or None without a cluster file. resident: bytes in use
+    seconds: of a step, without a meeting of replicas, or None without a cluster file. resident: bytes in use
     before the model is built, on a CPU without mapped files. copied: bytes of host memory for --async-save's copy on
-    a rank. on_host: whether the ranks compute in host memory, too. met: seconds that meetings of outer replicas add
+    a rank. on_host: whether the ranks compute in host memory, too. met: seconds that meetings of replicas add
     to ``interval`` steps.
     """
 
@@ -186,7 +186,6 @@ def copied_bytes(layout: Layout) -> float:
     if not config.checkpoint.async_save:
         return 0.0
     states = layout.states
-    # The first outer replica writes anchors besides its own state.
     outer, sums = states.outer, states.formats.sums
     anchors = 0 if outer is None else (1 + outer.momentum + outer.feedback) * sums
 

@@ -31,7 +31,7 @@ def iteration_line(
         iteration=step.iteration,
         consumed_samples=progress.consumed_samples,
         lm_loss=step.loss,
-        grad_norm=step.info.mean_norm,
+        grad_norm=step.info.grad_norm,
         learning_rate=rates["learning_rate"],
         iteration_time_s=step.seconds,
         tokens_per_s=step.samples * model.seq_length / step.seconds,
@@ -44,7 +44,7 @@ def iteration_line(
             **others,
             **just_before(progress, step.iteration),
             **_of_engine(step.info),
-            **_of_replicas(step),
+            **({"outer": step.meeting} if step.meeting else {}),
             **scale,
             "bytes": {hop: sent for hop, sent in step.traffic.items() if hop not in totals},
         },
@@ -52,20 +52,11 @@ def iteration_line(
 
 
 def _of_engine(info: StepInfo) -> dict[str, Any]:
-    """Return whether the step was skipped, the outer step before it, and rounding errors."""
-    out: dict[str, Any] = {"skipped": info.skips} if info.skips else {}
-    if info.outer_norm is not None:
-        out["outer"] = {"norm": info.outer_norm, "drift": info.outer_drift}
+    """Return whether the step was skipped, and rounding errors."""
+    out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
     if info.errors:
         out["quantization_unit"] = info.sampled
         out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
     if info.zeroed is not None:
         out["quantization_zeroed_gradients"] = info.zeroed
     return out
-
-
-def _of_replicas(step: TrainedStep) -> dict[str, Any]:
-    """Return the metrics of each outer replica by its number, where there are several."""
-    each = zip(step.replica_losses, step.info.replica_norms, strict=True)
-    every = {f"{number}": {"lm_loss": loss, "grad_norm": norm} for number, (loss, norm) in enumerate(each)}
-    return {"replicas": every} if len(every) > 1 else {}

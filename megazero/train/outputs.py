@@ -18,7 +18,6 @@ import yaml
 import megazero
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
-from megazero.config.secrets import redact
 from megazero.config.summary import decoder_line, describe, layout_lines, note_lines
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
@@ -153,7 +152,7 @@ def open_outputs(
     stack.callback(metrics.close)
     events = LineFile(Path(log.log_dir) / EVENTS_FILE, guard=guard)
     stack.callback(events.close)
-    resolved = redact(config.to_dict())
+    resolved = config.to_dict()
     loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
     page = LivePage(log.log_dir) if log.report else None
@@ -176,7 +175,7 @@ def _write_config(head: Sequence[str], config: RunConfig, file: Path, console: T
     comment = "".join(f"# {line}\n" for text in head for line in text.splitlines())
     try:
         with replacing(file) as handle:
-            handle.write(redact(comment).encode())
+            handle.write(comment.encode())
             handle.write(yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
     except OSError as error:
         if error.errno not in NO_ROOM:
@@ -192,10 +191,10 @@ def _asked_for(
     if log.wandb_project:
         yield partial(
             WandbLogger,
-            redact(log.wandb_project),
+            log.wandb_project,
             run_id=run_id,
-            entity=redact(log.wandb_entity),
-            name=redact(log.wandb_exp_name),
+            entity=log.wandb_entity,
+            name=log.wandb_exp_name,
             directory=log.wandb_save_dir,
             config=resolved,
         )

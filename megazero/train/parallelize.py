@@ -28,7 +28,7 @@ from megazero.comm.hops import Traffic
 from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
-from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, outer_coding
+from megazero.config.layout.outer import BF16_BITS, averages, feedback, outer_coding, wires
 from megazero.config.layout.wire import dispatch_coding
 from megazero.config.model.spec import ParameterSpec
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -39,6 +39,7 @@ from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_decoder
 from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
+from megazero.models.multi_token import Further
 from megazero.models.positions import Documents
 from megazero.moe import ExpertParallel
 from megazero.pp.executor import Pipeline
@@ -91,6 +92,7 @@ def build_decoder(
             config,
             others=[Peers.of(a, kind="scalar", traffic=traffic, waits=waits) for a in mesh.round_axes],
         ),
+        mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
         stages=own,
         device="meta",
         dtype=dtype,
@@ -127,21 +129,18 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
         codecs=wire,
         seed=config.training.seed,
-        outer=make_outer(config.outer) if config.outer_replicas(world) > 1 else None,
+        outer=make_outer(config.outer, mesh.dp_size) if config.outer.outer_meet else None,
     )
 
 
-def make_outer(outer: OuterConfig) -> zero.Outer:
-    """Return how the configuration's outer replicas meet."""
-    average, coding = averages(outer), outer_coding(outer)
+def make_outer(outer: OuterConfig, d: int = 1) -> zero.Outer:
+    """Return how the configuration's outer steps are taken by d data-parallel ranks."""
     return zero.Outer(
-        interval=outer.outer_interval,
-        lr=1.0 if average else outer.outer_lr,
-        momentum=0.0 if average else outer.outer_momentum,
+        momentum=0.0 if averages(outer) else outer.outer_momentum,
         nesterov=outer.outer_optimizer == "nesterov",
-        codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else coding,
-        feedback=feeds_back(outer),
-        delay=outer.outer_delay,
+        codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else outer_coding(outer),
+        feedback=feedback(outer),
+        wires=wires(outer, d),
     )
 
 
@@ -252,7 +251,9 @@ def shard_decoder(
     )
     if config.model.num_experts is not None:
         rate, each = config.training.moe_router_bias_update_rate, config.logging.moe_per_layer_logging
-        engine.join(ExpertBalance(decoder, engine, rate, each))
+        engine.join(balance := ExpertBalance(decoder, engine, rate, each))
+        if engine.outer is not None:
+            engine.outer.follow(balance.biases)
     if config.optimizer.qk_clip or config.logging.log_max_attention_logit:
         o = config.optimizer
         engine.join(QKClip(decoder, engine, o.qk_clip_alpha, o.qk_clip_threshold if o.qk_clip else None))
@@ -262,7 +263,8 @@ def shard_decoder(
 class MicroBatch(NamedTuple):
     """The samples of one forward pass on one rank, of whose sequences a context-parallel rank has its part.
 
-    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. dropout_key: the key
+    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. further_labels,
+    further_mask: as Further's, in training, where further tokens are predicted. dropout_key: the key
     that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'. decisions: as
     Decoder.forward's, for whoever replays or records them.
     """
@@ -274,6 +276,14 @@ class MicroBatch(NamedTuple):
     position_ids: Tensor | None = None
     document_starts: Tensor | None = None
     decisions: Decisions | None = None
+    further_labels: Tensor | None = None
+    further_mask: Tensor | None = None
+
+    @property
+    def further(self) -> Further | None:
+        if self.further_labels is None or self.further_mask is None:
+            return None
+        return Further(self.further_labels, self.further_mask)
 
     @property
     def documents(self) -> Documents | None:
@@ -312,6 +322,7 @@ def build_pipeline(decoder: Decoder, engine: zero.Engine, config: RunConfig, mes
             batch.loss_mask,
             scale,
             batch.decisions,
+            batch.further,
         )
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size

@@ -13,7 +13,7 @@ from megazero.families.layer_kinds import layer_kinds
 from megazero.models import Decoder
 from megazero.models.largest_scores import LargestScores
 from megazero.zero import Engine, StepPart
-from megazero.zero.scalars import NOTHING, Rows
+from megazero.zero.scalars import NOTHING, Rows, Sums
 
 
 class QKClip(StepPart):
@@ -55,7 +55,7 @@ class QKClip(StepPart):
         self.largest = dict(zip(self.mixers, largest, strict=True))
         row[0] = largest.max()
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
         self.last = rows[0][0]
         return NOTHING
 

@@ -41,13 +41,17 @@ from megazero.train.callbacks.callback import Callback
 from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import PartReport, Prediction, RoundingWatch, StragglerWatch
-from megazero.train.callbacks.spikes import SpikeWatch
+from megazero.train.callbacks.reports import (
+    FurtherReport,
+    PartReport,
+    Prediction,
+    RoundingWatch,
+    StragglerWatch,
+)
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
     make_datasets,
     tokenizer_info,
-    unlike_replicas,
     with_vocabulary,
 )
 from megazero.train.distributed import find_world, make_mesh, start_rank
@@ -57,6 +61,7 @@ from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
 from megazero.train.qk_clip import QKClip
+from megazero.train.replicas import Membership, Standings
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import RunLength, run_length
@@ -171,12 +176,12 @@ def _take_folders(config: RunConfig, supervisor: Supervisor) -> None:
 def _share_lease(supervisor: Supervisor) -> None:
     """Tell all ranks what the first one holds. Collective. Raises NotStarted on every rank if another run has it."""
     lease = supervisor.lease
-    refused, owner, numbers = gather_objects((supervisor.refused, lease.holder.owner, lease.numbers))[0]
+    refused, owner, folders = gather_objects((supervisor.refused, lease.holder.owner, lease.folders))[0]
     if refused is not None:
         raise NotStarted(refused, ExitStatus.IN_USE)
-    lease.adopt(owner, numbers)
+    lease.adopt(owner, folders)
     if supervisor.launch.rank == 0:
-        for folder in list(numbers):
+        for folder in folders:
             lease.check(folder, fresh=True)
 
 
@@ -216,7 +221,6 @@ class Begun(NamedTuple):
     data: Mapping[str, SampleSource]
     progress: Progress
     users: Mapping[str, Callback]
-    notes: Sequence[str]
 
 
 class Built(NamedTuple):
@@ -268,9 +272,7 @@ def _begin(joined: Joined) -> Begun:
     origin = find_origin(config, mesh)
     length = run_length(config, mesh.batch_ranks, origin.progress)
     data, progress = make_datasets(config, joined.tokenizer, length, origin.progress)
-    turn = mesh.replica_batch_ranks * config.batch.micro_batch_size
-    notes = (*unlike_replicas(data["train"], progress.consumed_samples, mesh.grid.outer, turn),)
-    return Begun(origin, length, data, progress, users, notes)
+    return Begun(origin, length, data, progress, users)
 
 
 def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
@@ -297,7 +299,7 @@ def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
         checkpointing.try_saving()
     checkpointing.load(origin)
     left = leave_behind(config, origin, mesh, begun.length.last_iteration)
-    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *begun.notes)
+    notes = (*left, *_not_named(origin, begun.users), *joined.notes)
     return Built(decoder, engine, pipeline, checkpointing, bill, forecast, notes)
 
 
@@ -342,10 +344,10 @@ def _own_callbacks(config: RunConfig, launch: Launch, built: Built) -> Iterator[
     for part in (engine.part(ExpertBalance), engine.part(QKClip)):
         if part is not None:
             yield PartReport(part)
+    if config.model.mtp_num_layers:
+        yield FurtherReport()
     if built.forecast:
         yield Prediction(built.forecast)
-    if config.skipping.stop_on_spike:
-        yield SpikeWatch(config.skipping)
 
 
 def prepare(
@@ -373,6 +375,10 @@ def prepare(
     if signals is not None:
         signals.hold()
     own = (outputs, exits, *_own_callbacks(config, launch, built))
+    replicas = None
+    if config.outer.outer_meet:
+        stand = Standings.of(progress)
+        replicas = Membership(config, built.engine, launch, stand, length.batch_sizes.batch_size)
     return Trainer(
         decoder=built.decoder,
         engine=built.engine,
@@ -386,4 +392,5 @@ def prepare(
         exits=exits,
         bill=built.bill,
         callbacks=Callbacks(own, begun.users),
+        replicas=replicas,
     )

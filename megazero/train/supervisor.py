@@ -59,21 +59,19 @@ class Supervisor:
         secret = job_secret(self.config.checkpoint.save, self.launch.rank)
         self._watchdog = Watchdog(store, self.launch, self, log_dir, secret)
         self._watchdog.start()
-        self._share_owner(
-            SealedStore(store, secret)
-        )  # the store may not answer: that is watched from here on
+        self._share_owner(SealedStore(store, secret))  # which may not answer: that is watched from here on
 
     def _share_owner(self, store: SealedStore) -> None:
         """Tell all ranks which lease is theirs. One that ends before the first collective then knows its folder."""
         if self.launch.rank == 0:
-            store.set("lease", json.dumps([self.lease.holder.owner, self.lease.numbers]))
+            store.set("lease", json.dumps([self.lease.holder.owner, self.lease.folders]))
             return
         # Rank 0 is stopped, or its store is; or another program has written there.
         with suppress(RuntimeError, ValueError, TypeError):
             with waiting:
                 told = store.wait("lease")
-            owner, numbers = load_json(told or "")
-            self.lease.adopt(f"{owner}", {folder: int(number) for folder, number in dict(numbers).items()})
+            owner, folders = load_json(told or "")
+            self.lease.adopt(f"{owner}", [f"{folder}" for folder in folders])
 
     def stop_watchdog(self) -> None:
         if self._watchdog is not None:

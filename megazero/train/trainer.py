@@ -34,6 +34,7 @@ from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
+from megazero.train.replicas import Membership
 from megazero.train.schedule.learning_rate import DECOUPLED, FACTOR, UNDECAYED, LearningRate
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
@@ -42,22 +43,23 @@ from megazero.train.state.saver import Saver
 from megazero.zero import Engine, StepInfo
 
 # The trainer's numbers in the exchange of a step. loss: the sum over this rank's tokens; 0 on ranks that compute no
-# loss. save_part_ended: 1 if this rank's part of a save has ended.
-OWN_NUMBERS = ("loss", "save_part_ended")
+# loss. save_part_ended: 1 if this rank's part of a save has ended. called: 1 on the first rank if other replicas
+# wait.
+OWN_NUMBERS = ("loss", "save_part_ended", "called")
 
 
 class StepBatches(NamedTuple):
     """A rank's micro-batches of one step.
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
-    read, when the copies are done. tokens: how many tokens of the global batch count in the loss, for each outer
-    replica. samples: how many samples the global batch has.
+    read, when the copies are done. tokens: how many tokens of the global batch count in the loss. samples: how many
+    samples the global batch has.
     """
 
     ids: Sequence[Sequence[int]]
     host: Sequence[Batch]
     device: Sequence[Batch]
-    tokens: Sequence[float]
+    tokens: float
     samples: int
 
 
@@ -67,7 +69,7 @@ class Trainer:
 
     pipeline: runs the stages of ``decoder``, which ``engine`` shards. learning_rates: under True that of the
     embedding and the head, which --decoupled-lr sets apart. bill: measures the run. callbacks: all of them, among
-    them ``outputs`` and ``exits``.
+    them ``outputs`` and ``exits``. replicas: this one's part among others, if there are some.
     """
 
     decoder: Decoder
@@ -82,6 +84,7 @@ class Trainer:
     exits: Exits
     bill: TimeBill
     callbacks: Callbacks
+    replicas: Membership | None = None
 
     def __post_init__(self) -> None:
         checkpointing, self.mesh = self.checkpointing, self.engine.mesh
@@ -98,6 +101,8 @@ class Trainer:
         self.timed: Sequence[Lane | Waits] = (*self.engine.lanes, *waits)
         self.phase = "start"
         self.callbacks.watch(self)
+        if self.replicas is not None:
+            self.replicas.say = partial(setattr, self, "phase")
 
     # -- what callbacks ask of the run ------------------------------------------------------------
 
@@ -125,7 +130,7 @@ class Trainer:
             steps=self.config.training.eval_iters,
             micro_batches=self.config.batch.evaluated_per_step(sizes.data_parallel) // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
-            replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
+            anchor=self.config.outer.outer_evaluation == "anchor",
             advance=partial(self._evaluating, name or "validation"),
         )
 
@@ -143,26 +148,47 @@ class Trainer:
             self.note(line)
         self.callbacks.tell(Callback.start)
         with self.feeding.batches(self.data["train"], consumed=self.progress.consumed_samples) as batches:
+            if self.replicas is not None:
+                self.replicas.join(batches)
+                self._stand(batches)
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             saved_at = self._train(batches)
         if self.exits.reason:
             self.note(f"stopping after iteration {self.progress.iteration}: {self.exits.reason}")
-        self.engine.settle()
+        if self.replicas is not None:
+            self.replicas.close()
         self.callbacks.tell(Callback.closing)
         made_up = pending and not self.progress.evaluation_pending
         self._save(-1 if made_up and self.progress.iteration == began else saved_at)
         self._wait_for_save()
-        if self.progress.iteration < self.length.last_iteration or self.progress.evaluation_pending:
+        if not self.trained or self.progress.evaluation_pending:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or pending:
             # Not to be interrupted: no restart would make up for it.
             self._evaluate("test", stoppable=False)
         return ExitStatus.FINISHED
 
+    @property
+    def trained(self) -> bool:
+        """Whether the run has had all of its iterations or, with other replicas, of their samples."""
+        if self.replicas is not None:
+            return self.replicas.finished
+        return self.progress.iteration >= self.length.last_iteration
+
+    def _stand(self, batches: Batches) -> None:
+        """Note how far all are, and where this replica is among them."""
+        assert self.replicas is not None
+        self.progress = replace(
+            self.progress,
+            consumed_samples=self.replicas.consumed(batches),
+            source=batches.state,
+            meeting=self.replicas.stand.state(),
+        )
+
     def _train(self, batches: Batches) -> int:
         """Train, evaluate and save until the last iteration or a reason to stop. Returns the iteration last saved."""
         saved_at = self.progress.iteration
-        while not self.exits.reason and self.progress.iteration < self.length.last_iteration:
+        while not self.exits.reason and not self.trained:
             since = self.progress.iteration
             if not self._leave_out(batches):
                 self._iterate_or_end(batches)
@@ -184,7 +210,7 @@ class Trainer:
         return last is not None
 
     def _iterate_or_end(self, batches: Batches) -> None:
-        """Train one iteration. Completes the save under way before NonFiniteLoss, also a spike's, ends the run."""
+        """Train one iteration. Completes the save under way before NonFiniteLoss ends the run."""
         self.callbacks.tell(Callback.before_step, self.progress.iteration + 1)
         try:
             self._iterate(batches)
@@ -221,12 +247,14 @@ class Trainer:
         with self.bill.span("compute"):
             info = self._step(batch)
             own = self.exchange.received[None]
-            sums = self._sums_of_replicas(own["loss"])
-            loss = reduce(add, sums) / reduce(add, batch.tokens)
+            computed = (own["loss"][rank] for rank in self.mesh.stage_ranks(self.pipeline.loss_rank))
+            loss = reduce(add, computed) / batch.tokens
             self._check_finite(iteration, batch, info, own["loss"], loss)
-            # All outer replicas have one scale and one learning rate, so what one overflows at concerns all.
-            self.scaling.update(info.skips > 0, batch.samples, unmoved=info.updated_norm is None)
+            self.scaling.update(info.skipped, batch.samples)
             self._take_stalls()
+        if self.replicas is not None:
+            with self.bill.span("exposed_outer"):
+                self.replicas.stepped(batches, batch.samples, any(own["called"]))
         self.progress = replace(
             self.progress,
             iteration=iteration,
@@ -235,16 +263,18 @@ class Trainer:
             losses={**self.progress.losses, "lm_loss": loss},
             tokens=self.progress.tokens + batch.samples * self.config.model.seq_length,
         )
+        if self.replicas is not None:
+            self._stand(batches)
         seconds = time.perf_counter() - began
         step = TrainedStep(
             iteration=iteration,
             loss=loss,
-            replica_losses=tuple(each / tokens for each, tokens in zip(sums, batch.tokens, strict=True)),
             info=info,
             samples=batch.samples,
             seconds=seconds,
             traffic=self.engine.traffic.take(),
             bill=self.bill.close(seconds),
+            meeting=self.replicas.take_told() if self.replicas else {},
         )
         self._log(step, rates)
         if all(own["save_part_ended"]):
@@ -252,11 +282,13 @@ class Trainer:
 
     def _load(self, batches: Batches) -> StepBatches:
         """Read the micro-batches of the next step, and start their copies to the device."""
-        consumed = self.progress.consumed_samples
-        count = self.length.batch_sizes.micro_batches(consumed)
+        sizes, consumed = self.length.batch_sizes, batches.consumed
+        size = self.replicas.step_size() if self.replicas else sizes.batch_size(consumed)
+        count = size // sizes.quantum
         ids = batches.sample_ids(count)
         host = batches.next_step(count)
-        device = [own_tokens(self.feeding.to_device(batch), self.mesh) for batch in host]
+        further = self.config.model.mtp_num_layers
+        device = [own_tokens(self.feeding.to_device(batch), self.mesh, further) for batch in host]
         with self.bill.span(self.engine.exchange_hop) if self.feeding.masked else nullcontext():
             tokens = self.feeding.valid_tokens([own_tokens(batch, self.mesh) for batch in host])
         return StepBatches(ids, host, device, tokens, batches.consumed - consumed)
@@ -264,19 +296,14 @@ class Trainer:
     def _step(self, batch: StepBatches) -> StepInfo:
         """Run forwards, backwards and the update. ``exchange`` has the numbers of every rank then."""
         count = len(batch.device)
-        factor, divisor = self.scaling.factors(batch.tokens[self.mesh.replica], self.mesh.dp_size)
+        factor, divisor = self.scaling.factors(batch.tokens, self.mesh.dp_size)
         self.engine.begin_step(count, divisor, self.pipeline.program(count))
         with memory_explained(self.engine):
             loss = self._forward_backward(batch.device, batch.ids, factor)
-        own: Numbers = {"loss": loss, "save_part_ended": self.saver.part_ended}
+        called = self.replicas is not None and self.replicas.member.called()
+        own: Numbers = {"loss": loss, "save_part_ended": self.saver.part_ended, "called": called}
         self.exchange.given = {None: own, **self.callbacks.numbers()}
         return self.engine.step()
-
-    def _sums_of_replicas(self, losses: Sequence[float]) -> list[float]:
-        """Return the summed token losses of each outer replica, in nats, from the ranks that compute them."""
-        computed = [losses[rank] for rank in self.mesh.stage_ranks(self.pipeline.loss_rank)]
-        d = self.mesh.dp_size
-        return [reduce(add, computed[begin : begin + d]) for begin in range(0, len(computed), d)]
 
     def _check_finite(
         self, iteration: int, batch: StepBatches, info: StepInfo, losses: Sequence[float], loss: float
@@ -285,7 +312,7 @@ class Trainer:
         own = LocalStep(self.mesh.rank, losses[self.mesh.rank], samples)
         if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
             self.guard.check_loss(iteration, loss, own, _gathered)
-        self.guard.check_norm(iteration, info.mean_norm, own, _gathered, self.scaling.can_fall)
+        self.guard.check_norm(iteration, info.grad_norm, own, _gathered, self.scaling.can_fall)
 
     def _take_stalls(self) -> None:
         """Add the waits of the compute stream to the bill, on CUDA."""

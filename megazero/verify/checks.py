@@ -19,15 +19,7 @@ from megazero.plan.communication import ExpertRows
 from megazero.verify.expected_bytes import ExpectedBytes, LayerRows, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import KEYS, RoundingRecord, UnitSlice, digest, rounded_name
-from megazero.verify.reference import (
-    Curve,
-    OuterReference,
-    Reference,
-    Tensors,
-    global_norm,
-    relative_errors,
-    train_together,
-)
+from megazero.verify.reference import Curve, Reference, global_norm, relative_errors
 from megazero.verify.training_run import RankRecord
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
@@ -58,10 +50,10 @@ class Check:
 
 @dataclass
 class Evidence:
-    """The exact run of one outer replica beside one rank.
+    """The exact run beside one rank.
 
-    losses: of all its ranks together, by step. balance: the reference's balance loss and z loss at the ranks'
-    masters, by step. checks: what one replica shows by itself.
+    losses: of all ranks together, by step. balance: the reference's balance loss and z loss at the ranks' masters, by
+    step.
     """
 
     records: Sequence[RankRecord]
@@ -71,32 +63,23 @@ class Evidence:
     checks: list[Check]
 
 
-def gather_evidence(
-    assembler: Assembler, records: Sequence[RankRecord], data_parallel: int
-) -> list[Evidence]:
-    """Assemble the exact run and compute one rank's gradients at its masters, step by step, of each replica."""
-    replicas, steps = by_replica(records), len(records[0].steps)
-    count = len(replicas)
-    references = [Reference(assembler.config, data_parallel, number, count) for number in range(count)]
-    for own, reference in zip(replicas, references, strict=True):
-        every = [[record.steps[step] for record in own] for step in range(steps)]
-        reference.routed = [
-            _routing(assembler.config, own, [each.routing for each in seen]) for seen in every
-        ]
-        reference.plain = [_routing(assembler.config, own, [each.plain for each in seen]) for seen in every]
-    curves = train_together(references, steps)
-    parts = zip(replicas, references, curves, strict=True)
-    found = [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
-    if assembler.config.model.num_experts is not None:
-        for each in found:
-            each.checks += _balance_checks(each, found, LOSS[_products(assembler.config)])
+def gather_evidence(assembler: Assembler, records: Sequence[RankRecord], data_parallel: int) -> Evidence:
+    """Assemble the exact run and compute one rank's gradients at its masters, step by step."""
+    config, steps = assembler.config, len(records[0].steps)
+    reference = Reference(config, data_parallel)
+    every = [[record.steps[step] for record in records] for step in range(steps)]
+    reference.routed = [_routing(config, records, [each.routing for each in seen]) for seen in every]
+    reference.plain = [_routing(config, records, [each.plain for each in seen]) for seen in every]
+    found = _evidence(assembler, records, reference, reference.curve(steps))
+    if config.model.num_experts is not None:
+        found.checks += _balance_checks(found, LOSS[_products(config)])
     return found
 
 
 def _routing(
     config: RunConfig, records: Sequence[RankRecord], chosen: Sequence[Mapping[tuple[int, int], np.ndarray]]
 ) -> dict[int, np.ndarray]:
-    """Return the experts of a step's tokens by layer, [s, samples, k], of those that one replica's ranks chose.
+    """Return the experts of a step's tokens by layer, [s, samples, k], of those that the ranks chose.
 
     Its samples are in the order of micro-batches, and in each of data-parallel ranks. Of these, neighbours that share
     samples have a part of the tokens each, which tensor-parallel ranks may cut again.
@@ -118,16 +101,10 @@ def _routing(
     return found
 
 
-def by_replica(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
-    """Return the records of each outer replica."""
-    numbers = sorted({record.replica for record in records})
-    return [[record for record in records if record.replica == number] for number in numbers]
-
-
 def _evidence(
     assembler: Assembler, records: Sequence[RankRecord], reference: Reference, curve: Curve
 ) -> Evidence:
-    """Compare what one replica's ranks had in each step with what one rank computes at their masters."""
+    """Compare what the ranks had in each step with what one rank computes at their masters."""
     dtype = _products(assembler.config)
     norms, regrets = list[tuple[float, str]](), list[tuple[float, str]]()
     errors = list[dict[str, float]]()
@@ -191,7 +168,7 @@ def gradients_check(
 
 
 def _dtype(config: RunConfig) -> str:
-    """Return the dtype that decides limits, of masters and anchors."""
+    """Return the dtype that decides limits, of masters."""
     return "fp64" if config.precision.params_dtype == "fp64" else "fp32"
 
 
@@ -200,13 +177,13 @@ def _products(config: RunConfig) -> str:
     return "fp8" if config.precision.fp8_format else _dtype(config)
 
 
-def _balance_checks(seen: Evidence, every: Sequence[Evidence], limit: float) -> Iterator[Check]:
-    """Check what was counted and averaged of the experts' tokens; ``every``: of all outer replicas."""
+def _balance_checks(seen: Evidence, limit: float) -> Iterator[Check]:
+    """Check what was counted and averaged of the experts' tokens."""
     loads, biases, losses = list[str](), list[str](), list[tuple[float, str]]()
     for step, own in enumerate(zip(*(record.steps for record in seen.records), strict=True)):
-        wanted = sum(each.reference.loads(step) for each in every)
+        wanted = seen.reference.loads(step)
         moved = {name: bias.numpy().copy() for name, bias in seen.reference.take_biases(step).items()}
-        balance = np.mean([each.balance[step] for each in every], axis=0)
+        balance = seen.balance[step]
         for rank, record in enumerate(own):
             told, where = record.balance, f"rank {rank}, step {step + 1}"
             assert told is not None
@@ -226,7 +203,7 @@ def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]
 
 
 def step_loss(records: Sequence[RankRecord], step: int) -> float:
-    """Return the mean loss of a step over the batch of the ranks of these records: of one outer replica.
+    """Return the mean loss of a step over the batch of the ranks of these records.
 
     Tensor-parallel ranks hold the same loss, so one of them counts.
     """
@@ -357,80 +334,6 @@ def _rounding_checks(records: Sequence[RankRecord], wire: Wire, keys: Coding | N
         )
 
 
-# -- outer steps -------------------------------------------------------------------------------------------
-
-# Of how far an anchor moves, by --outer-bits: what rounding may change. 32 bits are compared with the anchor itself.
-OUTER_ROUNDING = {16: 0.02, 8: 0.1, 4: 0.8, 2: 2.0}
-
-
-@dataclass(frozen=True)
-class OuterEnd:
-    """The end of a step with outer replicas: what ``OuterRecord`` has, assembled; of ``after`` also what differs."""
-
-    updated: list[Tensors]
-    before: Tensors
-    after: FullTensors
-    gone_on: list[Tensors]
-
-
-def outer_ends(assembler: Assembler, records: Sequence[RankRecord]) -> Iterator[OuterEnd]:
-    """Yield the end of each step."""
-
-    def assembled(ranks: Sequence[RankRecord], step: int, name: str) -> FullTensors:
-        seen = [record.steps[step].outer for record in ranks]
-        return assembler.assemble(_pieces(ranks, [getattr(each, name) for each in seen]))
-
-    replicas = by_replica(records)
-    for step in range(len(records[0].steps)):
-        yield OuterEnd(
-            [assembled(own, step, "updated").whole for own in replicas],
-            assembled(records, step, "before").whole,
-            assembled(records, step, "after"),
-            [assembled(own, step, "gone_on").whole for own in replicas],
-        )
-
-
-def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Check]:
-    """Check when replicas meet, that anchors are the same bits everywhere, the outer optimizer's steps,
-    and the weights of replicas after them.
-
-    A reference takes each step from the recorded anchor and weights, with its own momentum.
-    """
-    config, outer = assembler.config, assembler.config.outer
-    rounds = outer.outer_bits in OUTER_ROUNDING
-    odd, differing = list[str](), list[str]()
-    errors, gone_on = list[tuple[float, str]](), list[tuple[float, str]]()
-    reference: OuterReference | None = None
-    for step, end in enumerate(outer_ends(assembler, records)):
-        after, at = end.after.whole, f"step {step + 1}"
-        differing += [f"{name}, {at}" for name in end.after.differing]
-        reference = reference or OuterReference(config, end.before)
-        arrived = reference.meet(step, end.updated, end.before)
-        moved = {name for name, w in end.before.items() if not np.array_equal(after[name], w)}
-        if bool(moved) != bool(arrived) or moved - arrived.keys():
-            what = f"moved the anchor of {min(moved)}" if moved else "did not move the anchor"
-            odd.append(f"{at} {what}")
-        moves = {n: w - end.before[n] if rounds else w for n, w in arrived.items()}
-        errors += [(_off(after[n], w, moves[n]), f"{n}, {at}") for n, w in arrived.items()]
-        now = {name: after[name] for name in arrived}
-        for got, weights in zip(end.gone_on, end.updated, strict=True):
-            wanted = {**weights, **now}
-            gone_on += [(_off(got[name], w, w), f"{name}, {at}") for name, w in wanted.items()]
-    dtype = _dtype(config)
-    limit = OUTER_ROUNDING.get(outer.outer_bits, GRADIENT[dtype])
-    return [
-        _none("meetings", odd, "steps: that should (not) have been outer steps"),
-        _none("anchors", differing, "replicas: that differ in a bit"),
-        _worst("outer steps", errors, limit),
-        _worst("weights after outer steps", gone_on, GRADIENT[dtype]),
-    ]
-
-
-def _off(got: np.ndarray, want: np.ndarray, whole: np.ndarray) -> float:
-    """Return ||got - want|| / ||whole||."""
-    return float(np.linalg.norm(got - want) / max(float(np.linalg.norm(whole)), 1e-12))
-
-
 # -- bytes, resume, reshard ------------------------------------------------------------------------------
 
 
@@ -438,22 +341,16 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
     """Compare the byte counters of every hop kind and link with the formula, on every rank, from the second step on.
 
     The first step is left out: it records the order of use, and gathers more. saved: the step after which the run
-    saved. While differences are on their way between outer replicas, steps share their bytes as it happens: these
-    are compared in the step in which they arrive, or are waited for, as at a save and at the run's end.
+    saved.
     """
     wrong, counted = list[str](), 0
     experts = expected.config.model.num_experts or 0
     for rank, record in enumerate(records):
-        under_way, last = 0, len(record.steps) - 1
         for step in range(1, len(record.steps)):
             rows = list(_expert_rows(expected.grid, experts, records, rank, step))
             want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1, rows=rows))
             got = Counter(record.steps[step].traffic)
             counted += want.total()
-            want[expected.between] += under_way
-            under_way = 0
-            if expected.under_way(step) and step not in (saved, last):
-                under_way = want.pop(expected.between) - got.pop(expected.between, 0)
             for key, (formula, counter) in mismatches(want, got).items():
                 hop = key.removesuffix("_bytes")
                 wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")

@@ -23,7 +23,6 @@ from megazero.plan.layout import states_of
 from megazero.plan.units import RankUnits, UnitRule
 from megazero.pp.schedules import make_schedule
 from megazero.train.parallelize import traits_of
-from megazero.verify.reference import arriving, leaving
 from megazero.zero import Traits
 from megazero.zero.build import lay_out
 from megazero.zero.layout import UnitLayout
@@ -46,10 +45,7 @@ class LaidOut(NamedTuple):
 
 
 class ExpectedBytes:
-    """The bytes per step of every rank of a configuration. Slices are whole multiples of ``block`` elements.
-
-    between: the counter of what goes between outer replicas.
-    """
+    """The bytes per step of every rank of a configuration. Slices are whole multiples of ``block`` elements."""
 
     def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
         self.config, wire = config, config.wire(world)
@@ -57,9 +53,8 @@ class ExpectedBytes:
         self.wire = replace(Wire(exact_numel=wire.exact_numel) if exact else wire, least_block=block)
         self.states = states_of(config, world, self.wire, DTYPES[config.precision.params_dtype].itemsize)
         self.grid, os = self.states.grid, self.states.shards.os
-        self.between = f"outer_{self.grid.link(0, self.grid.world_size - 1)}_bytes"
         self.activation = Activation.of(config, self.states.formats.width)
-        self.rule = UnitRule(config, self.wire, self.grid.dp * self.grid.outer, os)
+        self.rule = UnitRule(config, self.wire, self.grid.dp, os)
         self._cached = lru_cache(maxsize=None)(self._step)
 
     def bytes_of(
@@ -67,14 +62,12 @@ class ExpectedBytes:
     ) -> dict[str, int]:
         """Return 'kind_link_bytes' -> bytes of a rank in a step, which is counted from 0 and is not the run's first.
 
-        What is on its way between outer replicas counts in the step in which it leaves. after_save: the run saved
-        just before this step. Under the delta refresh a save brings every copy up to date. rows: those that it
-        exchanged with the ranks that share the experts.
+        after_save: the run saved just before this step. Under the delta refresh a save brings every copy up to date.
+        rows: those that it exchanged with the ranks that share the experts.
         """
-        config, sizes = self.config, BatchSizes.of(self.config, self.grid.batch_ranks)
+        sizes = BatchSizes.of(self.config, self.grid.batch_ranks)
         count = sizes.micro_batches(sizes.consumed_after(step))
-        moving = [self.grid.outer > 1 and each(config.outer, step) for each in (leaving, arriving)]
-        found = self._cached(rank, count, *moving)
+        found = self._cached(rank, count)
         refreshed = after_save and self.wire.delta
         found = {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
         return found | self._exchanged(rows)
@@ -88,14 +81,8 @@ class ExpectedBytes:
                 moved.update({f"ep_{link}_bytes": int(n) for link, n in way.items()})
         return dict(+moved)
 
-    def under_way(self, step: int) -> bool:
-        """Return whether differences are on their way between outer replicas after a step."""
-        outer = self.config.outer
-        latest = range(step - outer.outer_delay + 1, step + 1) if self.grid.outer > 1 else ()
-        return any(leaving(outer, each) for each in latest)
-
-    def _step(self, rank: int, micro_batches: int, leaves: bool, arrives: bool) -> dict[str, int]:
-        """Compute the bytes of one rank in one step, at whose end differences leave or arrive. Zeros are left out."""
+    def _step(self, rank: int, micro_batches: int) -> dict[str, int]:
+        """Compute the bytes of one rank in one step. Zeros are left out."""
         config, grid, states = self.config, self.grid, self.states
         pp = grid.axis("pp").index(rank)
         schedule = make_schedule(config.pipeline_schedule, grid.pp, config.virtual_stages, micro_batches)
@@ -108,7 +95,6 @@ class ExpectedBytes:
         total = communication.model_state(shapes, grid, formats, copies, program, micro_batches)
         for apart in dict.fromkeys(shape.apart for shape in shapes):  # matrices on other axes are dealt apart
             total += self._updates([unit for unit in units if unit.shape.apart == apart], rank)
-        total += self._meetings(shapes, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, self.activation)
         total += communication.inside_modules(config, stages, schedule[pp], grid, self.activation)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
@@ -118,29 +104,18 @@ class ExpectedBytes:
         shape, cut = held.shapes[number], self.states.plan(held.shapes[number]).cut
         group = {f"{number}.{place}": p for place, p in enumerate(held.groups[number])}
         traits = {name: traits_of(p, self.config) for name, p in group.items()}
-        replicas = [self.grid.axis("outer")] if self.grid.outer > 1 else []
-        axes = (*cut.axes, *replicas)
         layout, _ = lay_out(
             {name: p.local_shape(self.grid.tp) for name, p in group.items()},
             traits,
             block=self.wire.block,
             exact_numel=self.wire.exact_numel,
             quantises=bool(self.wire.codings),
-            sizes=[axis.size for axis in axes],
-            indices=[axis.index(rank) for axis in axes],
+            sizes=[axis.size for axis in cut.axes],
+            indices=[axis.index(rank) for axis in cut.axes],
         )
         runs = [run for piece in layout.pieces(cut.os) for run in layout.runs_of(piece, traits)]
         partial = sum(stop - start for start, stop, mine in runs if mine.partial)
         return LaidOut(replace(shape, partial=partial), layout, traits)
-
-    def _meetings(self, units: Sequence[UnitShape], leaves: bool, arrives: bool) -> Bytes:
-        """Return the bytes of differences: those between replicas as they leave, the rest as they arrive."""
-        out = Bytes()
-        for hop in (hop for unit in units for hop in self.states.meeting(unit)):
-            across = hop.axis.role == "outer"
-            if leaves if across else arrives:
-                out["outer" if across else "reduce", hop.axis.link] += hop.sent
-        return out
 
     def _updates(self, units: Sequence[LaidOut], rank: int) -> Bytes:
         """Return the bytes of matrices on their way to their owners and, as many, of their updates."""

@@ -48,6 +48,7 @@ class Assembler:
         self.config, parallel = config, config.parallel
         self.tp, self.ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         self.tied = not config.model.untie_embeddings_and_output_weights
+        self.both = _END["head.weight"] if config.model.embeds_at_both_ends else None
         self.one_rank = decoder_placements(config.model, TensorParallel())
         self.of_place = lru_cache(maxsize=None)(self._of_place)
 
@@ -86,7 +87,7 @@ class Assembler:
                     out.local[place, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
         for place, own, low, values in pieces:
             name = self.name(own)
-            ends = own != name or self.tied and own in _END.values()
+            ends = own != name or own == self.both
             over = "the pipeline's two ends" if ends else "data-parallel replicas"
             local = out.local[self.part(name, place), name]
             _put(out, local[low : low + len(values)], values, name, over)

@@ -27,9 +27,7 @@ class VerifyConfig:
         None, "ranks of the training (default: tensor x pipeline parallel size x 2)", low=1
     )
     verify_output: str = option("certificate", "folder of the certificate")
-    verify_steps: int = option(
-        4, "optimizer steps of each run, 4 to 100; with outer replicas until they met twice", low=4, high=100
-    )
+    verify_steps: int = option(4, "optimizer steps of each run, 4 to 100", low=4, high=100)
     verify_ranks: int = option(
         16, "largest number of local ranks, up to 256; a larger world runs in a sub-layout", low=1, high=256
     )

@@ -24,7 +24,7 @@ from megazero.train.parallelize import MicroBatch
 from megazero.zero import Engine, StepPart
 from megazero.zero.gather import used_weights
 from megazero.zero.rounding import WEIGHTS
-from megazero.zero.scalars import NOTHING, Rows
+from megazero.zero.scalars import NOTHING, Rows, Sums
 from megazero.zero.slices import Slice
 from megazero.zero.unit import Unit
 
@@ -74,21 +74,6 @@ class StepRecord:
     balance: StepBalance | None = None
     loads: np.ndarray | None = None
     traffic: dict[str, int] = field(default_factory=dict)
-    outer: OuterRecord | None = None
-
-
-@dataclass(frozen=True)
-class OuterRecord:
-    """What an outer replica has at the end of a step.
-
-    updated: the master weights before a meeting that may follow, or before differences arrive. before, after: the
-    anchors around that. gone_on: the master weights after it.
-    """
-
-    updated: list[UnitSlice]
-    before: list[UnitSlice]
-    after: list[UnitSlice]
-    gone_on: list[UnitSlice]
 
 
 @dataclass
@@ -115,7 +100,6 @@ class Recorder(StepPart):
         self._batches: list[int] = []
         self._open: Sequence[MicroBatch] = ()
         self._raw: list[UnitSlice] = []
-        self._met: list[list[UnitSlice]] = []  # masters and anchors before outer replicas may have met
         names = {id(p): name for name, p in decoder.named_parameters()}
         for module in (m for part in decoder.parts() for m in part):
             module.register_forward_pre_hook(lambda m, _: self._note_read(m, names))  # after the engine's own
@@ -149,28 +133,18 @@ class Recorder(StepPart):
                         kept[layer, m] = chosen.unflatten(0, (-1, len(batch.tokens))).numpy().copy()
         if part := engine.part(ExpertBalance):
             step.balance, step.loads = part.last, part.loads.numpy().copy()
-        if engine.outer is not None:
-            (updated, before), (gone_on, after) = self._met, self._masters_and_anchors()
-            step.outer = OuterRecord(updated, before, after, gone_on)
         self._raw = []
         return step
 
     # -- what the engine tells ---------------------------------------------------------------------
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
         self._raw = slices(self.engine, _gradient)
         return NOTHING
 
     def updated(self, made: bool) -> None:
         if not made:
             self._raw = []
-        if self.engine.outer is not None:
-            self._met = self._masters_and_anchors()
-
-    def _masters_and_anchors(self) -> list[list[UnitSlice]]:
-        assert self.engine.outer is not None
-        anchors = self.engine.outer.anchors
-        return [slices(self.engine, each) for each in (lambda u: u.master.value, lambda u: anchors[u].value)]
 
     # -- hooks -----------------------------------------------------------------------------------
 

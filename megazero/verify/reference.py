@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from megazero.config import RunConfig
-from megazero.config.options.sections import OuterConfig
 from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.models import Decoder
 from megazero.models.experts import MixtureOfExperts
+from megazero.models.multi_token import further_tokens
 from megazero.moe import Decision, Router
 from megazero.moe.balance import move_bias
 from megazero.products import make_product
 from megazero.tp import TensorParallel
 from megazero.train.expert_balance import balance_losses
 from megazero.train.parallelize import MicroBatch, is_matrix, optimizer_factory, own_rates
-from megazero.verify.training_run import documents_of, replica_rows, tokens_of
+from megazero.verify.training_run import documents_of, tokens_of
 from megazero.zero.by_matrix import MATRIX
 
 FLOOR = 1e-6  # smallest norm that counts, as a share of the global norm
@@ -41,30 +41,23 @@ class Curve:
 
 
 class Reference:
-    """The configuration's model and optimizer on one rank, in place of an outer replica (or of all ranks).
+    """The configuration's model and optimizer on one rank, in place of all ranks.
 
-    The batch is dealt over ``data_parallel`` ranks, those of all replicas. routed, plain: of each step the experts
+    The batch is dealt over ``data_parallel`` ranks. routed, plain: of each step the experts
     of its tokens by layer, [s, samples, k], which it takes as they are; beyond the last it chooses itself. regret: by
     how much a score that was so taken was at most below the k-th largest of its token, in the last ``gradients``.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data_parallel: int,
-        replica: int = 0,
-        replicas: int = 1,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
+    def __init__(self, config: RunConfig, data_parallel: int, dtype: torch.dtype = torch.float64) -> None:
         self.config, self.data_parallel = config, data_parallel
-        self.replica, self.replicas = replica, replicas
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         product = make_product(config.precision.product, **config.precision.product_options)
         self.decoder = Decoder(
             whole,
             TensorParallel(product=product),
             z_loss=config.training.z_loss_strength,
-            balance=balance_losses(config, together=data_parallel // replicas),
+            balance=balance_losses(config, together=data_parallel),
+            mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
             dtype=dtype,
         )
         self.decoder.initialize(config.training.seed)
@@ -88,6 +81,11 @@ class Reference:
                 torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)
             optimizer.step()
             yield loss
+
+    def curve(self, steps: int) -> Curve:
+        """Train from the initial weights."""
+        initial = self.weights
+        return Curve([*self.train(steps)], initial)
 
     @property
     def weights(self) -> Tensors:
@@ -128,7 +126,7 @@ class Reference:
 
         every: the weights of each step. A gradient whose parts nearly cancel is as far on one rank as on many.
         """
-        coarse = Reference(self.config, self.data_parallel, self.replica, self.replicas, torch.float32)
+        coarse = Reference(self.config, self.data_parallel, torch.float32)
         coarse.routed, coarse.plain = self.routed, self.plain
         worst: dict[str, float] = {}
         for step, weights in enumerate(every):
@@ -137,8 +135,7 @@ class Reference:
         return worst
 
     def _backward(self, step: int) -> float:
-        batch = tokens_of(self.config, step, self._sizes[step])
-        tokens, labels, mask = (each[self._rows(step)] for each in batch)
+        tokens, labels, mask = tokens_of(self.config, step, self._sizes[step])
         packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
         self.take_biases(step)
         for balance in self.decoder.balances().values():
@@ -148,8 +145,14 @@ class Reference:
             decisions[n].plain = experts
         count = mask.sum()
         self.decoder.balance_losses.scale = count.item
-        losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
-        total = losses.sum()
+        ahead = self.config.model.mtp_num_layers
+        total = self.decoder(
+            *(tokens, labels),
+            documents=packed,
+            loss_weights=mask,
+            decisions=decisions,
+            further=further_tokens(labels, mask, ahead) if ahead else None,
+        )
         total.backward()  # as ranks begin, since fp8 rounds a multiple otherwise
         for p in self.decoder.parameters():
             if p.grad is not None:
@@ -198,89 +201,11 @@ class Reference:
             plain = decision.plain.long()
             self.regret = max(self.regret, float(Router(plain.shape[1]).regret(logits, plain).max()))
 
-    def _rows(self, step: int) -> torch.Tensor:
-        micro = self.config.batch.micro_batch_size
-        return replica_rows(self._sizes[step], micro, self.data_parallel, self.replica, self.replicas)
-
 
 def _chosen(routed: Sequence[Mapping[int, np.ndarray]], step: int) -> dict[int, torch.Tensor]:
     """Return the experts of a step's tokens by layer, [T, k]; nothing where no run chose."""
     layers = routed[step] if step < len(routed) else {}
     return {n: torch.from_numpy(experts).flatten(0, 1) for n, experts in layers.items()}
-
-
-class OuterReference:
-    """The outer optimizer, one of torch's over whole parameters (DiLoCo, arXiv 2311.08105, algorithm 1).
-
-    Differences may be on their way for some steps. under_way: outer gradients by parameter, by the step in which they
-    arrive.
-    """
-
-    def __init__(self, config: RunConfig, anchor: Tensors) -> None:
-        """Begin with these weights, fp64."""
-        self.config, self.outer = config, config.outer
-        self.anchor = {name: torch.from_numpy(w.copy()).requires_grad_() for name, w in anchor.items()}
-        momentum = self.outer.outer_momentum
-        rule: dict[str, Any] = {"lr": self.outer.outer_lr, "momentum": momentum}
-        rule["nesterov"] = self.outer.outer_optimizer == "nesterov" and momentum > 0
-        if self.outer.outer_optimizer == "average":
-            rule = {"lr": 1.0}
-        self.optimizer = torch.optim.SGD(self.anchor.values(), **rule)
-        self.under_way: dict[int, dict[str, torch.Tensor]] = {}
-
-    def meet(self, step: int, replicas: Sequence[Tensors], anchor: Tensors | None = None) -> Tensors:
-        """Let what is due leave and arrive at the end of a step of replicas with these weights.
-
-        Returns the new anchor, fp64, or nothing if none arrives. anchor: the old one, by default the last call's.
-        """
-        self._begin(anchor)
-        if leaving(self.outer, step):
-            self.under_way[step + self.outer.outer_delay] = self._gradients(replicas)
-        return self._take_up(self.under_way.pop(step, {}))
-
-    def _begin(self, anchor: Tensors | None) -> None:
-        for name, w in anchor.items() if anchor is not None else ():
-            self.anchor[name].detach().copy_(torch.from_numpy(w))
-
-    def _gradients(self, replicas: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-        every = {
-            name: torch.stack([torch.from_numpy(each[name]) for each in replicas]) for name in self.anchor
-        }
-        return {name: self.anchor[name].detach() - stacked.mean(0) for name, stacked in every.items()}
-
-    def _take_up(self, gradients: Mapping[str, torch.Tensor]) -> Tensors:
-        if not gradients:
-            return {}
-        for name, theta in self.anchor.items():
-            theta.grad = gradients[name]
-        self.optimizer.step()
-        return _arrays(self.anchor)
-
-
-def leaving(outer: OuterConfig, step: int) -> bool:
-    """Tell whether replicas meet, or differences leave, at the end of a step, which is counted from 0."""
-    return step >= 0 and (step + 1) % outer.outer_interval == 0
-
-
-def arriving(outer: OuterConfig, step: int) -> bool:
-    """Tell whether differences arrive at the end of a step."""
-    return leaving(outer, step - outer.outer_delay)
-
-
-def train_together(references: Sequence[Reference], steps: int) -> list[Curve]:
-    """Train replicas that meet as their configuration says. Returns the curve of each."""
-    config, initial = references[0].config, [each.weights for each in references]
-    together, running = OuterReference(config, initial[0]), [each.train(steps) for each in references]
-    losses: list[list[float]] = [[] for _ in references]
-    for step in range(steps):
-        for own, run in zip(losses, running, strict=True):
-            own.append(next(run))
-        if len(references) > 1:
-            weights = [each.weights for each in references]
-            arrived = together.meet(step, weights)
-            for each, own_weights in zip(references, weights, strict=True):
-                each.load({**own_weights, **arrived})
-    return [Curve(own, weights) for own, weights in zip(losses, initial, strict=True)]
 
 
 def _arrays(tensors: Mapping[str, torch.Tensor]) -> Tensors:

@@ -21,7 +21,7 @@ from megazero.config.model.spec import model_spec
 from megazero.config.options.fields import KEPT, SHORT, Option
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.run import all_options, section_types
-from megazero.families.layer_kinds import layer_kinds, some_layers
+from megazero.families.layer_kinds import MAMBA, layer_kinds, mixers, some_layers
 from megazero.verify.shrink_world import SubLayout, sub_layout
 
 # Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
@@ -29,9 +29,9 @@ from megazero.verify.shrink_world import SubLayout, sub_layout
 LOSS_SCALE = 1024.0
 FP8_SIDE = 16  # of the smallest matrices in fp8
 HEADS_OF_GROUP = 2  # query heads that share a key/value head, at most
-# With norms of queries and keys, which are small here, so that their scores would not be: one fp32 rank of OLMo 2 is
-# 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
-QK_NORM_EPSILON = 1e-2
+# With norms of queries and keys, or of Mamba-2's output, which are small here, and would not be behind them: one fp32
+# rank of OLMo 2 is 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
+INNER_NORM_EPSILON = 1e-2
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Shrunk:
 def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     """Choose sizes for a run on at most ``most`` ranks. Raises ValueError as sub_layout does.
 
-    The run has ``steps`` steps, with outer replicas as many more as take two meetings.
+    The run has ``steps`` steps, of one replica.
     """
     layout = sub_layout(config, world, most)
     values = {
@@ -59,14 +59,12 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **_parallel(config, layout),
         **_model(config, layout, config.context_levels(world)),
         **_batch(config, world, layout),
-        **_outer(layout.replicas),
+        **{opt.name: opt.default for opt in all_options().values() if opt.section == "outer"},
         **_optimizer(config),
         **_on_processors(config),
         **({"fp8_min_size": FP8_SIDE} if config.precision.fp8_format else {}),
     }
     values |= _zero(config, world, layout, values)
-    if layout.replicas > 1:
-        steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
     run = make_config(values, layout.world)
     carried = [
@@ -112,13 +110,6 @@ def _on_processors(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _outer(replicas: int) -> dict[str, Any]:
-    """Return the number of replicas. One replica is a run without outer steps."""
-    if replicas > 1:
-        return {"outer_replicas": replicas}
-    return {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
-
-
 def multiple(name: str, of: int) -> int:
     """Return the multiple of ``of`` nearest to an option's small value, at least twice ``of``."""
     return of * max(2, _small(name) // of)
@@ -158,7 +149,8 @@ def stage_layers(config: RunConfig, pp: int) -> list[int]:
         return [min(1, have[0]), *[1] * (wanted - 2), min(1, have[-1])]
     if len(counts) > 1:
         return [2, *[1] * (wanted - 1)]
-    return [1 if counts == {1} or wanted > 4 else 2] * wanted
+    kinds = -(-len(set(layer_kinds(config.model))) // wanted)
+    return [max(kinds, 1 if counts == {1} or wanted > 4 else 2)] * wanted
 
 
 def _stages(config: RunConfig) -> Any:
@@ -173,6 +165,7 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
     heads, groups = _heads(config, layout, contexts[0])
     linear = min(m.linear_num_key_heads, multiple("linear_num_key_heads", tp))
     shared = min(m.linear_num_value_heads // m.linear_num_key_heads, HEADS_OF_GROUP)
+    grouped = min(m.mamba_num_groups, multiple("mamba_num_groups", tp))
     width = _head_width(m)
     hidden = heads * width
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
@@ -183,6 +176,8 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
         "num_attention_heads": heads,
         "linear_num_key_heads": linear,
         "linear_num_value_heads": linear * shared,
+        "mamba_num_groups": grouped,
+        "mamba_num_heads": grouped * max(1, min(m.mamba_num_heads // m.mamba_num_groups, HEADS_OF_GROUP)),
         "kv_channels": width,
         "hidden_size": hidden,
         "ffn_hidden_size": tp * -(-5 * hidden // (2 * tp)),
@@ -192,9 +187,13 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
         **_vocabulary(m, tp),
         **_experts(config, layout, hidden),
         **_kinds(m, sum(stage_layers(config, layout.pp))),
-        **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
+        **({"norm_epsilon": INNER_NORM_EPSILON} if _norms_inside(m) else {}),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
+
+
+def _norms_inside(m: ModelConfig) -> bool:
+    return m.qk_norm != "none" or MAMBA in mixers(m)
 
 
 def _heads(config: RunConfig, layout: SubLayout, full_cp: int) -> tuple[int, int]:
@@ -300,7 +299,7 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
     if zero.num_distributed_optimizer_instances > 1:
-        ranks = layout.world.world_size // (layout.tp * layout.pp * layout.replicas)
+        ranks = layout.world.world_size // (layout.tp * layout.pp)
         out["num_distributed_optimizer_instances"] = ranks // layout.shards[2]
     matrices = max(kind.matrices for kind in model_spec(config.model).layers)
     if matrices // config.parallel.tensor_model_parallel_size > zero.zero_chunk_numel:
@@ -318,9 +317,13 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         "data are made-up tokens, and a fifth of them do not count in the loss; the learning rate is constant; "
         f"initial weights have a standard deviation of {all_options()['init_method_std'].small}"
     ]
-    if config.model.qk_norm != "none":
+    if config.outer.outer_meet:
         notes.append(
-            f"norms have an epsilon of {QK_NORM_EPSILON:g}, with which small sizes are well-conditioned"
+            "one replica is run, and meets no others: tests/dist/outer compares their meetings with DiLoCo"
+        )
+    if _norms_inside(config.model):
+        notes.append(
+            f"norms have an epsilon of {INNER_NORM_EPSILON:g}, with which small sizes are well-conditioned"
         )
     if config.wire(world).codings:
         block = _small("zero_block_size")

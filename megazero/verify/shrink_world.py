@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from megazero.config import RunConfig, World
-from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import context_problem, data_cuts
 
 
@@ -16,7 +15,7 @@ class SubLayout:
     """The layout that is run.
 
     shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
-    does. replicas: the outer ones. contexts: how many ranks that share samples swap heads, and how many groups of
+    does. contexts: how many ranks that share samples swap heads, and how many groups of
     these gather keys. ep: the expert-parallel size. level_sizes: the nodes in each level between node and cluster.
     """
 
@@ -25,7 +24,6 @@ class SubLayout:
     world: World
     shards: tuple[int, int, int]
     notes: tuple[str, ...] = ()
-    replicas: int = 1
     contexts: tuple[int, int] = (1, 1)
     ep: int = 1
     level_sizes: tuple[int, ...] = ()
@@ -39,22 +37,17 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     """Return the world as it is if it has at most ``most`` ranks, otherwise a smaller one of the same structure.
 
     The smaller one has as many data-parallel cuts (at P, G, OS and the boundaries of levels), in the same order, each
-    the smallest factor apart. Its tensor and pipeline sizes are as large as ``most`` allows. Of outer replicas there
-    are as few as divide theirs, and each is made smaller like that.
+    the smallest factor apart. Its tensor and pipeline sizes are as large as ``most`` allows.
 
     Raises ValueError, which names the smallest number of ranks that has the structure.
     """
     parallel, contexts = config.parallel, config.context_levels(world)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    shards, replicas = config.shards(world).factors, config.outer_replicas(world)
+    shards = config.shards(world).factors
     if world.world_size <= most:
         ep = parallel.expert_model_parallel_size
         levels = parallel.level_sizes
-        return SubLayout(
-            tp, pp, world, shards, replicas=replicas, contexts=contexts, ep=ep, level_sizes=levels
-        )
-    if replicas > 1:
-        return _fewer_replicas(config, world, most, replicas)
+        return SubLayout(tp, pp, world, shards, contexts=contexts, ep=ep, level_sizes=levels)
     smaller = _smaller_cuts(config, world)
     full = config.data_ranks(world)
     d, *near = (smaller[ranks] for ranks in (config.shard_ranks(world), *full))
@@ -111,15 +104,6 @@ def _fewer_contexts(contexts: tuple[int, int], node: int, d: int, near: Sequence
         return sum(a != b for a, b in zip(kinds(*each, near[0]), wanted, strict=True)), each[0] * each[1]
 
     return min(legal, key=lost)
-
-
-def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -> SubLayout:
-    """Return the sub-layout of one replica, as often as there are replicas left."""
-    few = next(k for k in range(2, replicas + 1) if replicas % k == 0)
-    one = sub_layout(replace(config, outer=OuterConfig()), config.replica_world(world), most // few)
-    small = World(one.world.world_size * few, one.world.ranks_per_node)
-    note = (f"outer replicas {replicas} -> {few}",) if few < replicas else ()
-    return replace(one, world=small, replicas=few, notes=(*note, *one.notes))
 
 
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:

@@ -12,7 +12,6 @@ import torch
 from megazero import zero
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
-from megazero.config.layout.outer import outer_coding
 from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
@@ -76,7 +75,6 @@ class RankRecord:
     pp: int
     last: bool
     place: int = 0
-    replica: int = 0
     steps: list[StepRecord] = field(default_factory=list)
     final: list[UnitSlice] = field(default_factory=list)
     rounded: dict[tuple[str, str], RoundingRecord] = field(default_factory=dict)
@@ -98,11 +96,9 @@ def run_all(runs: Sequence[TrainingRun], world: World) -> list[RankRecord]:
 def slice_block(config: RunConfig, world: World) -> int:
     """Return the number of elements that slices are whole multiples of.
 
-    It is small, so that slices cut parameters, but it is whole blocks of messages and of moments.
+    It is small, so that slices cut parameters, but it is whole blocks of messages.
     """
-    met = outer_coding(config.outer) if config.outer_replicas(world) > 1 else None
-    codings = (*config.wire(world).codings, *([met] if met else []))
-    return max([8, config.optimizer.moment_block, *(coding.block for coding in codings)])
+    return max([8, *(coding.block for coding in config.wire(world).codings)])
 
 
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,8 +131,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     policy = make_policy(config, mesh)
     policy = replace(policy, block=slice_block(config, World(mesh.world_size, mesh.grid.ranks_per_node)))
     if run.exact:
-        outer = policy.outer and replace(policy.outer, codec=None, feedback=False)
-        policy = replace(policy, codecs=zero.Codecs(), outer=outer)
+        policy = replace(policy, codecs=zero.Codecs())
     engine = shard_decoder(decoder, config, mesh, policy=policy)
     pipeline = build_pipeline(decoder, engine, config, mesh)
     decoder.train()
@@ -150,7 +145,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     consumed = sizes.consumed_after(run.start)
     last = pipeline.loss_rank == pipeline.rank
     place = mesh.rank % max(mesh.tp.size, mesh.grid.ep)
-    record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, last, place, mesh.replica)
+    record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, last, place)
     with run.around(engine, pipeline, config):
         recorder = Recorder(decoder, engine, pipeline)
         for step in range(run.start, run.stop):
@@ -161,8 +156,6 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
             engine.begin_step(len(batches), scaled_divisor, pipeline.program(len(batches)))
             loss = pipeline.step(batches, factor).item()
             norm, saves = engine.step().grad_norm, run.save is not None and run.save[0] == step
-            if saves or step == run.stop - 1:
-                engine.settle()  # as a save does, and the next run must find the mesh idle
             record.steps.append(recorder.close(loss / divisor, norm))
             consumed += size
             if saves:
@@ -173,7 +166,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
 
 
 def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple[list[MicroBatch], float]:
-    """Return this rank's micro-batches and how many tokens of its replica's part of the batch count.
+    """Return this rank's micro-batches and how many tokens of the batch count.
 
     The micro-batches are dealt as the sampler deals them, and cut for context-parallel ranks.
     """
@@ -185,15 +178,6 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
         fields = {"tokens": tokens[rows], "labels": labels[rows], "loss_mask": mask[rows].to(dtype)}
         fields |= documents_of(config, tokens[rows])
-        batches.append(MicroBatch(**own_tokens(fields, mesh), dropout_key=key, decisions={}))
-    own = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
-    return batches, float(mask[own].sum())
-
-
-def replica_rows(size: int, micro: int, ranks: int, replica: int, replicas: int) -> torch.Tensor:
-    """Return which samples of a global batch an outer replica takes, int64: its share of each round of micro-batches.
-
-    ranks: those that share the batch, of all replicas.
-    """
-    round_of = torch.arange(size).view(-1, replicas, micro * ranks // replicas)
-    return round_of[:, replica].reshape(-1)
+        own = own_tokens(fields, mesh, config.model.mtp_num_layers)
+        batches.append(MicroBatch(**own, dropout_key=key, decisions={}))
+    return batches, float(mask.sum())

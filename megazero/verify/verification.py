@@ -14,17 +14,15 @@ import torch
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.options.data_sources import NO_DATA
 from megazero.config.options.fields import KEPT
-from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import all_options
 from megazero.config.summary import describe
 from megazero.mesh.local_ranks import LocalRanks
 from megazero.verify import checks
 from megazero.verify.certificate import Certificate, Section
-from megazero.verify.checks import Check, Evidence
+from megazero.verify.checks import Evidence
 from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.options import VerifyRequest
-from megazero.verify.reference import leaving
 from megazero.verify.shrink import Shrunk, shrink
 from megazero.verify.training_run import Around, RankRecord, TrainingRun, nothing_around, run_all, slice_block
 
@@ -85,38 +83,17 @@ class _Runs:
 
     def __init__(self, small: Shrunk, steps: int, around: Around, folder: str, ranks: LocalRanks) -> None:
         self.steps, self.around, self.folder, self.ranks = steps, around, folder, ranks
-        self.world, self.config, self.replicas = small.layout.world, small.config, small.layout.replicas
+        self.world, self.config = small.layout.world, small.config
         self.exact_config, self.block = _exactly(small.config), slice_block(self.config, self.world)
-        self.saved = self._save_after()  # of both runs
-
-    def _save_after(self) -> int:
-        """Return the step after which runs save. Outer replicas are apart then; with a delay differences leave."""
-        middle, outer = self.steps // 2 - 1, self.config.outer
-        late, later = outer.outer_delay > 0, range(middle, self.steps - 1 if self.replicas > 1 else 0)
-        return next((step for step in later if leaving(outer, step) == late), middle)
+        self.saved = steps // 2 - 1  # the step after which both runs save
 
     def run(self) -> list[Section]:
         exact, configured, resumed, weights = self._run_layout()
         d = self.config.data_parallel_size(self.world)
         seen = checks.gather_evidence(Assembler(self.exact_config), exact, d)
         second = self._configured_section(seen, configured)
-        first = [self._exact_section(each, exact) for each in seen]
-        third = self._checkpoint_section(seen[0].losses[self.saved + 1], configured, resumed, weights)
-        return [*first, *self._outer_section(exact), second, third]
-
-    def _outer_section(self, exact: Sequence[RankRecord]) -> list[Section]:
-        """Return the checks of outer steps between exact replicas; none if there is one replica."""
-        if self.replicas == 1:
-            return []
-        outer = self.exact_config.outer
-        found = checks.outer_checks(Assembler(self.exact_config), exact)
-        every = f"every {outer.outer_interval} steps"
-        every += f", which take {outer.outer_delay} more" if outer.outer_delay else ""
-        title = (
-            f"{self.replicas} replicas meet {every}, differences exact, against one of torch's optimizers in fp64. "
-            "Outer steps: worst ||difference|| / ||anchor|| of a parameter"
-        )
-        return [Section("Pass 1, outer steps", title, tuple(found))]
+        third = self._checkpoint_section(seen.losses[self.saved + 1], configured, resumed, weights)
+        return [self._exact_section(seen, exact), second, third]
 
     def _run_layout(self) -> tuple[list[RankRecord], list[RankRecord], list[RankRecord], str]:
         """Return the records of every rank from three runs, and where the exact run saved.
@@ -138,28 +115,21 @@ class _Runs:
         return exact, configured, resumed, weights
 
     def _exact_section(self, seen: Evidence, exact: Sequence[RankRecord]) -> Section:
-        found = list(seen.checks)
-        if seen.reference.replica == 0:  # of all ranks
-            block = slice_block(self.exact_config, self.world)
-            expected = ExpectedBytes(self.exact_config, self.world, True, block)
-            found.append(checks.bytes_check("bytes sent", expected, exact, self.saved))
+        block = slice_block(self.exact_config, self.world)
+        expected = ExpectedBytes(self.exact_config, self.world, True, block)
+        found = [*seen.checks, checks.bytes_check("bytes sent", expected, exact, self.saved)]
         dtype = self.exact_config.precision.params_dtype
         title = (
             f"{dtype}, every message exact, {self.steps} steps, against one rank of plain torch in fp64. Gradients: "
             "worst ||difference|| / max(||g||, 1e-6 of the global norm) of a parameter. "
             "If it is above the limit, twice what one fp32 rank has of the parameter is allowed"
         )
-        number, count = seen.reference.replica, seen.reference.replicas
-        name = "Pass 1, exact" + (f", replica {number}" if count > 1 else "")
-        return Section(name, title, tuple(found))
+        return Section("Pass 1, exact", title, tuple(found))
 
-    def _configured_section(self, seen: Sequence[Evidence], configured: Sequence[RankRecord]) -> Section:
+    def _configured_section(self, seen: Evidence, configured: Sequence[RankRecord]) -> Section:
         assembler = Assembler(self.config)
-        wire, keys, found = self.config.wire(self.world), self.config.gathered_keys(self.world), list[Check]()
-        for each, own in zip(seen, checks.by_replica(configured), strict=True):
-            found += checks.configured_checks(assembler, own, each.losses, wire, keys)
-        if self.replicas > 1:
-            found += checks.outer_checks(assembler, configured)
+        wire, keys = self.config.wire(self.world), self.config.gathered_keys(self.world)
+        found = checks.configured_checks(assembler, configured, seen.losses, wire, keys)
         expected = ExpectedBytes(self.config, self.world, False, self.block)
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
         quantised = wire.codings or keys
@@ -173,16 +143,13 @@ class _Runs:
         at = self.saved + 1
         found = [checks.resume_check("resume, same layout", straight, resumed, at)]
         data_parallel = self.config.data_parallel_size(self.world)
-        moved = other_layouts(self.exact_config, self.world, data_parallel)
-        if self.replicas > 1:  # a checkpoint of theirs loads on as many
-            moved = [other_shards(self.exact_config, self.world)]
-        for name, config, world in moved:
+        for name, config, world in other_layouts(self.exact_config, self.world, data_parallel):
             run = TrainingRun(config, True, at, at + 1, load=weights)
             if world.world_size == 1:
                 records = [run_all([run], world)]
             else:
                 records = self.ranks.call(run_all, [run], world, world=world.world_size, timeout=TIMEOUT_S)
-            loss = checks.step_loss(checks.by_replica([each[0] for each in records])[0], 0)
+            loss = checks.step_loss([each[0] for each in records], 0)
             found.append(checks.reshard_check(f"reshard, {name}", config, loss, stayed))
         title = f"saved after step {at} of {self.steps}; loaded on the same layout (as configured) and others (exact)"
         return Section("Checkpoints", title, tuple(found))
@@ -197,14 +164,11 @@ def _exactly(config: RunConfig) -> RunConfig:
     model = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
     optimizer = replace(config.optimizer, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
     precision = replace(config.precision, params_dtype=dtype)
-    outer = replace(config.outer, outer_bits=32, outer_rounding=None)
     way = config.parallel.moe_dispatch_across_nodes
     parallel = replace(
         config.parallel, cp_gather_bits=None, moe_dispatch_across_nodes="exact" if way == "int8" else way
     )
-    return replace(
-        config, model=model, parallel=parallel, optimizer=optimizer, precision=precision, outer=outer
-    )
+    return replace(config, model=model, parallel=parallel, optimizer=optimizer, precision=precision)
 
 
 def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[tuple[str, RunConfig, World]]:
@@ -226,12 +190,6 @@ def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[t
         name = f"tensor {t} x pipeline {p} x data {size // (t * p)}, zero2"
         return [*found, (name, other, World(size, size))]
     return found
-
-
-def other_shards(config: RunConfig, world: World) -> tuple[str, RunConfig, World]:
-    """Return the same layout with other shards, as (name, configuration, world)."""
-    preset = "zero3" if config.shards(world).os == 1 else "ddp"
-    return f"{preset} in each replica", replace(config, zero=ZeroConfig(zero_preset=preset)), world
 
 
 def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunConfig:

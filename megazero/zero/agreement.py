@@ -20,7 +20,7 @@ from megazero.bounded import load_json
 from megazero.comm.lane import Differ
 from megazero.mesh.mesh import Mesh
 from megazero.zero.axes import DataAxes
-from megazero.zero.scalars import NOTHING, Rows, StepPart
+from megazero.zero.scalars import NOTHING, Rows, StepPart, Sums
 from megazero.zero.unit import Unit
 
 
@@ -58,7 +58,7 @@ class IssueHash:
 
 def unlike(mesh: Mesh, axes: DataAxes, values: torch.Tensor) -> list[int]:
     """Return the places at which ranks along the axes have different values [n]. Collective over them."""
-    rows = mesh.gather_along(axes.inside, values)
+    rows = mesh.gather_along(axes.axes, values)
     return (rows != rows[0]).any(0).nonzero().flatten().tolist()
 
 
@@ -86,8 +86,7 @@ class Agreement(StepPart):
 
     def __init__(self, mesh: Mesh, issued: IssueHash) -> None:
         self.mesh, self.rank, self.units, self.issued = mesh, mesh.rank, issued.units, issued
-        at = (mesh.pp.index, mesh.tp.index, mesh.replica)
-        ranks = [mesh.grid.rank_of(at[0], i, at[1], at[2]) for i in range(mesh.dp_size)]
+        ranks = [mesh.grid.rank_of(mesh.pp.index, i, mesh.tp.index) for i in range(mesh.dp_size)]
         self.peers = [rank for rank in ranks if rank != mesh.rank]
         self.evaluations = 0  # how many have ended on this rank
         self.engine = 0  # its number, the same on every rank: to make one is collective
@@ -97,12 +96,11 @@ class Agreement(StepPart):
     def write(self, row: torch.Tensor) -> None:
         row.fill_(float(self.issued.take()))
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
-        """Raise RuntimeError if ranks of one stage of a replica issued other collectives."""
-        stage, size = self.mesh.grid.axis("pp").index, self.mesh.grid.replica_size
-        hashes: dict[tuple[int, int], set[float]] = {}
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
+        """Raise RuntimeError if ranks of one stage issued other collectives."""
+        stage, hashes = self.mesh.grid.axis("pp").index, dict[int, set[float]]()
         for rank, (issued,) in enumerate(rows):
-            hashes.setdefault((rank // size, stage(rank)), set()).add(issued)
+            hashes.setdefault(stage(rank), set()).add(issued)
         if any(len(issued) > 1 for issued in hashes.values()):
             self.check(failed=True)
             raise RuntimeError(

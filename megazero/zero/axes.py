@@ -26,35 +26,32 @@ from megazero.zero.plan import Hops, UnitCut
 class DataAxes:
     """The data-parallel axes of some units, as this rank sees them. A level is a number of axes (layout.py).
 
-    axes: innermost first; the axis of outer replicas, if there is one, is the last.
+    axes: innermost first.
     p, g, os: how many of them cut the parameters, the accumulated gradients and the optimizer states. g is 0 where
-        gradients are whole for the step. all: how many of them lie inside an outer replica.
+        gradients are whole for the step.
     """
 
     axes: tuple[Axis, ...]
     p: int
     g: int
     os: int
-    all: int
 
     @staticmethod
     def of(mesh: Mesh) -> DataAxes:
         """Return the mesh's own data-parallel axes, cut by the mesh's shard factors."""
-        return DataAxes.over(mesh.data_axes, mesh.grid.shards, mesh.outer)
+        return DataAxes.over(mesh.data_axes, mesh.grid.shards)
 
     @staticmethod
     def of_experts(mesh: Mesh) -> DataAxes:
         """Return the mesh's axes of the ranks that hold the same experts, cut by what is left of its factors."""
-        return DataAxes.over(mesh.expert_axes, mesh.grid.expert_shards, mesh.outer)
+        return DataAxes.over(mesh.expert_axes, mesh.grid.expert_shards)
 
     @staticmethod
-    def over(
-        axes: Sequence[Axis], shards: tuple[int, int, int] = (1, 1, 1), outer: Axis | None = None
-    ) -> DataAxes:
+    def over(axes: Sequence[Axis], shards: tuple[int, int, int] = (1, 1, 1)) -> DataAxes:
         """Return these axes, innermost first, cut by the factors ``shards`` = (P, G, OS).
 
         Each factor is a product of the first few sizes: ``mesh.data_axes`` of 2 and 4 ranks take the factors 1, 2
-        and 8. The ranks along the other axes hold replicas. outer: the axis of outer replicas (``Mesh.outer``).
+        and 8. The ranks along the other axes hold replicas.
         Raises ValueError for other factors, which names the nearest legal ones, and for an axis that is given twice.
         """
         axes = [axis for axis in axes if axis.size > 1]
@@ -72,12 +69,11 @@ class DataAxes:
                 f"legal: {','.join(map(str, nearest))}"
             )
         p, g, os = map(products.index, shards)
-        return DataAxes((*axes, *([outer] if outer else [])), p, g, os, len(axes))
+        return DataAxes(tuple(axes), p, g, os)
 
-    @cached_property
-    def inside(self) -> tuple[Axis, ...]:
-        """The axes inside an outer replica."""
-        return self.axes[: self.all]
+    @property
+    def all(self) -> int:
+        return len(self.axes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -86,6 +82,14 @@ class DataAxes:
     @cached_property
     def indices(self) -> tuple[int, ...]:
         return tuple(axis.index for axis in self.axes)
+
+    @cached_property
+    def place(self) -> int:
+        """The place of this rank's slice among those that all axes cut, in the order of elements (layout.py)."""
+        place = 0
+        for size, index in zip(self.sizes, self.indices, strict=True):
+            place = place * size + index
+        return place
 
     @cached_property
     def shards(self) -> tuple[int, int, int]:
@@ -98,7 +102,7 @@ class DataAxes:
         """Whether this rank counts in norms, and saves. Among the ranks that hold one OS slice, only the first along
         every axis does.
         """
-        return not any(self.indices[self.os : self.all])
+        return not any(self.indices[self.os :])
 
     def axis(self, level: int) -> Axis:
         """Return the axis between level - 1 and ``level``."""
@@ -106,8 +110,8 @@ class DataAxes:
 
     @cached_property
     def cut(self) -> UnitCut:
-        """How the axes inside an outer replica cut a unit."""
-        return UnitCut(tuple(axis.spec for axis in self.inside), self.p, self.g, self.os)
+        """How the axes cut a unit."""
+        return UnitCut(tuple(axis.spec for axis in self.axes), self.p, self.g, self.os)
 
     @made_once
     def hop_specs(self, hops: Hops[Any]) -> tuple[HopSpec, ...]:
@@ -116,19 +120,12 @@ class DataAxes:
 
 
 def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:
-    """Raise ValueError for two axes of one name, by which chains are ordered, and for outer replicas that differ."""
+    """Raise ValueError for two axes of one name, by which chains are ordered."""
     known = dict(mesh.axes)
     for each in every:
-        for axis in each.inside:
+        for axis in each.axes:
             if known.setdefault(axis.name, axis) is not axis:
                 raise ValueError(
                     f"units lie on two axes with the name {axis.name!r}, by which the order of collectives is kept: "
                     f"take the mesh's own, mesh.axes[{axis.name!r}], or make the other with a name of its own"
                 )
-        outer = next(iter(each.axes[each.all :]), None)
-        if outer is not mesh.outer:
-            given, wanted = (axis.size if axis else 1 for axis in (outer, mesh.outer))
-            raise ValueError(
-                f"units lie on axes of {given} outer replicas, the mesh has {wanted}: give DataAxes.over(..., "
-                "outer=mesh.outer)"
-            )

@@ -242,8 +242,9 @@ class UnitMaker:
             block=policy.block,
             exact_numel=policy.exact_numel,
             quantises=not codecs.exact,
-            sizes=axes.sizes,  # of outer replicas, too: outer steps reduce over one level more
+            sizes=axes.sizes,
             indices=axes.indices,
+            parts=policy.outer.wires if policy.outer else 1,
         )
         codecs = codecs if quantised else Codecs()
         trainable = tuple(n for n, p in params.items() if p.requires_grad)
@@ -260,6 +261,7 @@ def lay_out(
     quantises: bool,
     sizes: Sequence[int],
     indices: Sequence[int],
+    parts: int = 1,
 ) -> tuple[UnitLayout, bool]:
     """Lay out a unit's parameters, and return whether something of it is quantised.
 
@@ -274,6 +276,7 @@ def lay_out(
         sizes=sizes,
         indices=indices,
         exact=exact,
+        parts=parts,
         used={n: traits[n].used for n in ordered},
     )
     return layout, quantises and len(exact) < len(shapes)
@@ -397,7 +400,7 @@ def _refuse_different_starts(module: nn.Module, place_of: Mapping[int, Placed], 
     named = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
     for axes in dict.fromkeys(axes_of.values()):
         held = [(name, p.detach()) for name, p in named if axes_of[id(p)] is axes]
-        if not (held and axes.inside):
+        if not (held and axes.axes):
             continue
         # A hash: a sum in fp64 takes a copy in fp64 of the whole parameter, as v.sum(dtype=torch.float64) does, too.
         row = torch.stack([fingerprint(v.reshape(-1)) for _, v in held]).to(mesh.device)
@@ -420,11 +423,11 @@ def _refuse_names_apart(
     if all(each.axes is own or each.apart for each in spread):
         return
     first = {  # of the ranks that share a unit on these axes
-        axes: int(mesh.gather_along(axes.inside, torch.tensor([mesh.rank], device=mesh.device)).min())
+        axes: int(mesh.gather_along(axes.axes, torch.tensor([mesh.rank], device=mesh.device)).min())
         for axes in dict.fromkeys(each.axes for each in spread)
     }
     held = {names[i]: first[each.axes] for i, each in place_of.items() if not each.apart}
-    place = [mesh.pp.index, mesh.tp.index, mesh.replica]
+    place = [mesh.pp.index, mesh.tp.index]
     seen: dict[str, int] = {}
     for there, theirs in gather_objects([place, held]):
         for name, rank in theirs.items() if there == place else ():

@@ -119,7 +119,7 @@ class Muon(ByMatrix):
 
     With the gradient g, the momentum m (of W's shape and dtype, from 0) and the rate r:
     m = momentum * m + (1 - momentum) * g; u = m, or with Nesterov momentum * m + (1 - momentum) * g of the new m;
-    W = (1 - r * weight_decay) * W - r * extra_scale * SCALES[scale](rows, columns) * newton_schulz(u).
+    W = (1 - r * weight_decay) * W - r * extra_scale * s * newton_schulz(u), s of ``SCALES`` by rows and columns.
 
     precision: "medium" iterates in bfloat16, as torch.optim.Muon; "high" in the parameters' dtype. lr, betas, eps,
     weight_decay: of AdamW, the first and the last of both. adamw: makes it, given groups and these options.

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.kernels import dispatch, moments
+from megazero.kernels import dispatch
 from megazero.kernels.adamw import SILENCE, Rates, adamw
 from megazero.kernels.noise import Noise
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-# What a moment is kept in, by Megatron's names: the master's dtype, half of it, or 8 bits in blocks.
-KEPT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-POWERS = {"exp_avg": moments.EXP_AVG, "exp_avg_sq": moments.EXP_AVG_SQ}
+# What a moment is kept in, by Megatron's names: the master's dtype, or bf16.
+KEPT = {"fp32": None, "bf16": torch.bfloat16}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OnePassAdamW(torch.optim.Optimizer):
     """Steps as torch.optim.AdamW, with its arguments and state, by kernels/adamw.py.
 
-    exp_avg_dtype, exp_avg_sq_dtype: what the moments are kept in, of KEPT (kernels/moments.py), or ValueError.
+    exp_avg_dtype, exp_avg_sq_dtype: what the moments are kept in, of KEPT, or ValueError.
 
     Parameters are fp32 or fp64, and contiguous. Weights differ from torch's by rounding: its implementations do not
     agree with each other to the bit, and these have the same bits on every device.
@@ -58,11 +58,6 @@ class OnePassAdamW(torch.optim.Optimizer):
         """Whether an update rounds a moment."""
         return set(self.kept.values()) != {"fp32"}
 
-    @property
-    def coded(self) -> dict[str, int]:
-        """Return the powers of the moments that are kept in 8 bits, whose state is 1-D bytes, by name."""
-        return {name: POWERS[name] for name, chosen in self.kept.items() if chosen == "int8"}
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -84,7 +79,7 @@ class OnePassAdamW(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     state["step"] = torch.zeros(())  # on the host, which reads it
-                    state |= {name: moments.room(p, KEPT[chosen]) for name, chosen in self.kept.items()}
+                    state |= {name: torch.zeros_like(p, dtype=KEPT[kept]) for name, kept in self.kept.items()}
                 count = int(state["step"]) + 1
                 state["step"].fill_(count)
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -98,9 +93,9 @@ def best_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Opti
     """Return AdamW over the groups: in one pass for fp32 on CUDA with Triton, else torch's, fused.
 
     On a CPU torch's fused step is the faster one, and so it is in fp64, which has no kernel. Options of torch's that
-    the pass does not have (amsgrad, say) take torch's; moments in fewer bits take the pass.
+    the pass does not have (amsgrad, say) take torch's; moments in bf16 take the pass.
     """
-    chosen = {f"{name}_dtype": options.get(f"{name}_dtype", "fp32") for name in POWERS}
+    chosen = {f"{name}_dtype": options.get(f"{name}_dtype", "fp32") for name in MOMENTS}
     if set(chosen.values()) != {"fp32"}:
         return OnePassAdamW(groups, **options)
     options = {name: value for name, value in options.items() if name not in chosen}

@@ -14,7 +14,7 @@ reverse of the forward's order of first use; both are hashed and compared across
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -89,20 +89,17 @@ class Engine:
         self._take_parts(context)
 
     def _take_parts(self, context: Context) -> None:
-        """Make the parts of a step, in the order in which they are told. The one that moves weights is the last."""
+        """Make the parts of a step, in the order in which they are told."""
         runs = counted(self.optimizer.runs, self.mesh)
         self.norm = GlobalNorm(runs, self.mesh)
         self.agreement = Agreement(self.mesh, self.issued)
         self.outer: OuterSteps | None = None
         if self.policy.outer is not None:
-            self.outer = OuterSteps(
-                self.units, self.policy.outer, self.mesh, context, self.reductions, runs, self.timed
-            )
+            self.outer = OuterSteps(self.units, self.policy.outer, self.mesh, context, self.reductions, runs)
         self.parts: list[StepPart] = []
         self.scalars = StepScalars(self.mesh, self.waits, self.parts)
         self.gathers.overdue = self.reductions.overdue = self.agreement.check
-        own = (self.norm, self.agreement, self.rounding, self.outer)
-        for part in reversed([part for part in own if part is not None]):
+        for part in (self.rounding, self.agreement, self.norm):
             self.join(part)
 
     # -- the user's verbs ------------------------------------------------------------------------
@@ -178,9 +175,6 @@ class Engine:
         Every rank joins the same parts in the same order, between steps: their columns are those of every rank's row.
         """
         self.parts.insert(0, part)
-        for lane in part.lanes:
-            lane.overdue = self.agreement.check
-            self.hooks.lanes.append(lane)
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of this class that takes part in every step, if there is one."""
@@ -234,13 +228,11 @@ class Engine:
         Every rank runs the same modules as often: who has fewer texts to generate goes on with an input of no
         consequence. Raises RuntimeError, which names the unit, where ranks differ.
 
-        anchor: with outer replicas the parameters are the anchors, else each replica's own.
+        anchor: with outer steps the parameters are the anchor, else this replica's own.
         """
         self._between_steps("evaluation()")
         program = self.gatherer.program
-        with ExitStack() as around:
-            for part in self.parts:
-                around.enter_context(part.reading(anchor))
+        with self.outer.reading() if self.outer is not None and anchor else nullcontext():
             program.open(())
             program.enter(Segment(EVALUATION))
             try:
@@ -260,16 +252,16 @@ class Engine:
         With ``write``, writes are kept, also through ``.data``, and if the block then raises. If a parameter with
         rounded weights is written in part, the rest of its rounded values becomes master weights too. Each end of
         such a block takes one pass over the values and no memory of their size. Without ``write`` a write through
-        ``.data`` is not seen, and is lost on some layouts. Clone values that must outlive the block: a numpy
-        view of a parameter would pin its storage, which is then freed. Raises RuntimeError when the block ends, for a
-        write without ``write`` (``begin_step`` is then refused until a block with it has ended), for ranks that wrote
-        different values, and for a parameter that got other data. With outer replicas nothing can be written: the
-        next outer step would pull it back.
+        ``.data`` is not seen, and is lost on some layouts. Clone values that must outlive the block: a numpy view of
+        a parameter would pin its storage, which is then freed. Raises RuntimeError when the block ends, for a write
+        without ``write`` (``begin_step`` is then refused until a block with it has ended), for ranks that wrote
+        different values, and for a parameter that got other data. With outer steps nothing can be written: the next
+        one would pull it back.
         """
         self._between_steps("gathered()")
         if write and self.policy.outer is not None:
             raise RuntimeError(
-                "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
+                "gathered(write=True) with outer steps: the next one would pull the weights back to the "
                 "anchor; write before zero.shard, or load a checkpoint"
             )
         wanted = {id(p) for p in (module or self.module).parameters()}
@@ -291,17 +283,15 @@ class Engine:
     def invalidate(self, anchored: bool = False) -> None:
         """Make every copy stale: the master weights were changed from outside (a checkpoint was loaded).
 
-        Moments that a load has filled are encoded where they are kept so. Under the delta refresh R was loaded with
-        the weights (``records.load_records``) and continues from there. anchored: the outer steps' state was loaded
-        with them; else these begin anew from the master weights.
+        Under the delta refresh R was loaded with the weights (``records.load_records``) and continues from there.
+        anchored: the outer steps' state was loaded with them; else these begin anew from the master weights.
         """
-        self.optimizer.take_loaded()
         for unit in self.units:
             unit.weights.outdate()
             if unit.delta:
                 unit.weights.refreshed()
-        for part in self.parts:
-            part.loaded(anchored)
+        if self.outer is not None and not anchored:
+            self.outer.begin()
 
     def refresh(self) -> None:
         """Bring every P copy up to date now, not at the next use. This is collective, between steps.
@@ -314,23 +304,12 @@ class Engine:
                 self.gatherer.ensure(unit)
                 self.gatherer.drop_all()  # one unit's full parameters at a time
 
-    def settle(self) -> None:
-        """Wait for what is on its way between outer replicas, which arrives in its step all the same.
-
-        Call this before the process group ends, if ``Outer.delay`` is above 0. It is collective, between steps.
-        """
-        for lane in (lane for part in self.parts for lane in part.lanes):
-            lane.drain()
-
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint's state, in JSON types: counters."""
         return {name: value for part in self.parts for name, value in part.state().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` after the weights were loaded.
-
-        The outer steps' counters are restored before (``OuterSteps.resume``).
-        """
+        """Restore ``state`` after the weights were loaded."""
         for part in self.parts:
             part.load_state(state)
 
@@ -423,7 +402,7 @@ class Engine:
             if not unit.weights.writers:  # else a block around this one may write
                 unit.weights.check_unwritten("inside gathered()", WRITING)
         for alike in by_axes(units) if write else ():
-            if alike[0].axes.inside:
+            if alike[0].axes.axes:
                 self._check_written_alike(alike)
 
     def _check_written_alike(self, units: Sequence[Unit]) -> None:

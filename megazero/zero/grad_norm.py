@@ -13,7 +13,7 @@ from megazero.comm.timing import Waits
 from megazero.kernels.arena import Frame
 from megazero.mesh.mesh import Axis, Mesh, all_gather_flat
 from megazero.zero.optimizer import Run
-from megazero.zero.scalars import Rows, StepPart
+from megazero.zero.scalars import Rows, StepPart, Sums
 
 
 def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
@@ -57,16 +57,15 @@ def counted(runs: Sequence[Run], mesh: Mesh) -> list[Run]:
 
 
 class GlobalNorm(StepPart):
-    """The global norm of the divided gradients, of every outer replica. A step is skipped if its own is not finite.
+    """The global norm of the divided gradients. A step is skipped if it is not finite.
 
-    runs: those that this rank counts. divisor: of the open step's gradients; outer replicas exchange theirs.
+    runs: those that this rank counts. divisor: of the open step's gradients.
     """
 
-    summed = 1
+    columns = summed = 1
 
     def __init__(self, runs: Sequence[Run], mesh: Mesh) -> None:
-        self.runs, self.replica, self.divisor = runs, mesh.replica, 1.0
-        self.columns = 1 if mesh.outer is None else 2
+        self.runs, self.divisor = runs, 1.0
         dtypes = dict.fromkeys(run.leaf.dtype for run in runs)
         by_dtype = [[run for run in runs if run.leaf.dtype == dtype] for dtype in dtypes]
         norms = [torch.empty(len(own), dtype=own[0].leaf.dtype, device=mesh.device) for own in by_dtype]
@@ -75,31 +74,18 @@ class GlobalNorm(StepPart):
         self._squares = squares, squares.split([len(own) for own in by_dtype])
 
     def write(self, row: torch.Tensor) -> None:
-        """Write the sum of the counted gradients' squares, and the divisor if replicas may have others."""
+        """Write the sum of the counted gradients' squares."""
         squares, parts = self._squares
         for (runs, norms, places), part in zip(self._norms, parts, strict=True):
             for run, place in zip(runs, places, strict=True):
                 torch.linalg.vector_norm(run.grad, out=place)
             part.copy_(norms)
         torch.sum(squares.square_(), 0, out=row[0])
-        row[1:].fill_(self.divisor)
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
-        size = len(rows) // len(sums)
-        norms = tuple(
-            self._norm(rows[replica * size : (replica + 1) * size], total)
-            for replica, (total,) in enumerate(sums)
-        )
-        norm = norms[self.replica]
-        return {"grad_norm": norm, "skipped": not math.isfinite(norm), "replica_norms": norms}
-
-    def _norm(self, rows: Rows, total: float) -> float:
-        """Return the norm of the replica with these ranks: nan if a rank's squares are not finite."""
-        if not all(math.isfinite(square) for square, *_ in rows):
-            return math.nan
-        _, *told = rows[0]
-        (divisor,) = told or (self.divisor,)
-        return math.sqrt(total) / divisor
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
+        finite = all(math.isfinite(square) for (square,) in rows)
+        norm = math.sqrt(sums[0]) / self.divisor if finite else math.nan
+        return {"grad_norm": norm, "skipped": not math.isfinite(norm)}
 
 
 def clip_factor(norm: float, limit: float | None, divisor: float) -> float:

@@ -50,7 +50,7 @@ class Hooks:
 
     def __init__(self, module: nn.Module, made: MadeUnits, gatherer: Gatherer, reducer: Reducer) -> None:
         self.units, self.gatherer, self.reducer = made.units, gatherer, reducer
-        self.lanes = [gatherer.lane, reducer.lane]  # by priority; an engine adds others
+        self.lanes = [gatherer.lane, reducer.lane]  # by priority
         self.program = gatherer.program
         self.micro_batches = 0
         self.parts = [[u for u in made.units if u.part == part] for part in range(made.parts)]

@@ -182,12 +182,14 @@ def make_layout(
     sizes: Sequence[int],
     indices: Sequence[int],
     exact: frozenset[str] = frozenset(),
+    parts: int = 1,
     used: Mapping[str, int | None] = MappingProxyType({}),
 ) -> UnitLayout:
     """Lay out a unit's parameters in their order, coded ones first.
 
     block: a number of elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost first;
-    their product is d. exact: the names of the parameters of the exact region. used: as ``Slot.used``, by name.
+    their product is d. exact: the names of the parameters of the exact region. parts: of whole blocks, into which a
+    rank's slices are cut again. used: as ``Slot.used``, by name.
     """
     slots: list[Slot] = []
     regions: list[tuple[int, int]] = []
@@ -199,7 +201,7 @@ def make_layout(
         for name in names:
             slots.append(Slot(name, tuple(shapes[name]), at, used.get(name)))
             at += filled(slots[-1].numel, block)
-        end = begin + region_numel((prod(shapes[name]) for name in names), block, prod(sizes))
+        end = begin + region_numel((prod(shapes[name]) for name in names), block, prod(sizes) * parts)
         regions.append((begin, end - begin))
     return UnitLayout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
 

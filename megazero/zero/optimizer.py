@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.kernels import moments
 from megazero.kernels.noise import Noise
 from megazero.zero.by_matrix import MATRIX, ByMatrix
 from megazero.zero.elementwise import OnePassAdamW, OptimizerFactory, Probe, make_state
@@ -148,21 +147,11 @@ class SliceOptimizer:
                 f"traits say matrix=True of {marked!r}, and {type(self.torch).__name__} is elementwise: leave it "
                 "out, or take an optimizer by matrix (zero.Muon)"
             )
-        self._loaded: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # what a load fills of coded moments
-
-    def refuse_cut_blocks(self, block: int) -> None:
-        """Raise ValueError for slices of multiples of ``block`` elements that would cut blocks of coded moments."""
-        if self._coded and block % moments.BLOCK:
-            raise ValueError(
-                f"block={block} is not a multiple of {moments.BLOCK}, in which {' and '.join(self._coded)} in int8 "
-                "share a scale, so a slice could cut one and round otherwise than one rank; nearest: "
-                f"{-(-block // moments.BLOCK) * moments.BLOCK}"
-            )
 
     def update(self, factor: float, rounding: Rounding) -> None:
         """Update the master weights that are no matrices, by the gradients times ``factor``.
 
-        An update in one pass multiplies as it goes. rounding: gives the noise that small moments are rounded with.
+        An update in one pass multiplies as it goes. rounding: gives the noise that moments in bf16 are rounded with.
         """
         for run in self._by_slice:
             run.leaf.grad = run.grad
@@ -192,52 +181,16 @@ class SliceOptimizer:
         if self.matrices is not None:
             self.matrices.make_state()
 
-    def elementwise_state(
-        self, unit: Unit, start: int, stop: int, loading: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def elementwise_state(self, unit: Unit, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the state tensors of the compact OS range [start, stop), which one run holds, by torch's names.
 
-        Coded moments are tensors on the device meta, whose values ``decoded`` makes. With ``loading`` they are
-        buffers for new values, which ``take_loaded`` encodes.
+        Nothing is returned where no run holds all of it.
         """
-        run = self._run_of(unit, start, stop)
-        if run is None:
-            return {}
-        own, state = slice(start - run.start, stop - run.start), self.torch.state[run.leaf]
-        found = {name: value[own] for name, value in state.items() if self._is_elementwise(run, value)}
-        for name in self._coded:
-            if loading:
-                key = run.leaf, name
-                if key not in self._loaded:
-                    self._loaded[key] = self._decode(run, name, 0, run.leaf.numel())
-                found[name] = self._loaded[key][own]
-            else:
-                found[name] = torch.empty(stop - start, dtype=torch.float32, device="meta")
-        return found
-
-    def decoded(self, unit: Unit, start: int, stop: int, name: str) -> torch.Tensor:
-        """Return a coded moment of the compact OS range [start, stop), which one run holds, in fp32."""
-        run = self._run_of(unit, start, stop)
-        assert run is not None
-        return self._decode(run, name, start - run.start, stop - run.start)
-
-    def _run_of(self, unit: Unit, start: int, stop: int) -> Run | None:
-        """Return the run that holds all of [start, stop) of the unit's compact OS slice, or None: no run does."""
-        return next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
-
-    def take_loaded(self) -> None:
-        """Encode the values that a load has filled."""
-        for (leaf, name), values in self._loaded.items():
-            moments.encode(values, self.torch.state[leaf][name], self._coded[name])
-        self._loaded.clear()
-
-    @property
-    def _coded(self) -> Mapping[str, int]:
-        return self.elementwise.coded if isinstance(self.elementwise, OnePassAdamW) else {}
-
-    def _decode(self, run: Run, name: str, start: int, stop: int) -> torch.Tensor:
-        held, n = self.torch.state[run.leaf][name], run.leaf.numel()
-        return moments.decode(held, self._coded[name], n, start, stop)
+        for run in self.runs:
+            if run.unit is unit and run.start <= start and stop <= run.stop:
+                own, state = slice(start - run.start, stop - run.start), self.torch.state[run.leaf]
+                return {name: value[own] for name, value in state.items() if self._is_elementwise(run, value)}
+        return {}
 
     @staticmethod
     def _is_elementwise(run: Run, value: Any) -> bool:
@@ -248,7 +201,7 @@ class SliceOptimizer:
         out: dict[str, float] = {}
         for run in self.runs:
             for name, value in self.torch.state.get(run.leaf, {}).items():
-                if name not in self._coded and not self._is_elementwise(run, value):
+                if not self._is_elementwise(run, value):
                     out.setdefault(name, float(value))
                     assert out[name] == float(value), (name, out[name], float(value))
         for group in self._counting_groups():

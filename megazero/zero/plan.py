@@ -15,7 +15,7 @@ from operator import mul
 from typing import Generic
 
 from megazero.comm.made_once import made_once
-from megazero.comm.wire import Codecs, Format
+from megazero.comm.wire import Codecs, Format, MessageFormat
 from megazero.mesh.grid import AxisSpec
 
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
@@ -23,7 +23,7 @@ GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 
 @dataclass(frozen=True)
 class UnitCut:
-    """The data axes of a unit inside an outer replica, innermost first; p, g, os: how many of them cut the
+    """The data axes of a unit, innermost first; p, g, os: how many of them cut the
     parameters, the accumulated gradients (0 where these are whole for the step) and the optimizer states.
     """
 
@@ -107,7 +107,7 @@ class UnitPlan(Generic[Format]):
         """Whether the messages of gathers are the parameters themselves."""
         return (self.codecs.weights is None or self.delta) and not self.exact
 
-    def message(self, parts: int, format: Format | None, width: int, exact_width: int) -> int:
+    def message(self, parts: int, format: MessageFormat | None, width: int, exact_width: int) -> int:
         """Return the bytes of one of ``parts`` equal slices. An element that is sent as it is has ``width`` bytes, in
         the exact region of a message with a format ``exact_width``."""
         coded, exact = self.coded // parts, self.exact // parts
@@ -175,17 +175,10 @@ class UnitPlan(Generic[Format]):
     def _of_gradients(self, axis: AxisSpec, exact: bool) -> Format | None:
         return None if exact else self.codecs.gradients.get(axis.link)
 
-    @made_once
-    def meeting(self, axis: AxisSpec, format: Format | None, width: int) -> Hops[Format]:
-        """Return the hops of outer replicas' meeting on ``axis``: there and back, then to replicas of the OS slice.
-
-        width: the bytes of an element of an outer gradient that is sent without a format.
-        """
-        cut, ranks = self.cut, self.cut.ranks[self.cut.all]
-        sent = (axis.size - 1) * self.message(ranks * axis.size, format, width, self.sums)
-        across = (Hop("reduce", verb, cut.all + 1, axis, format, sent) for verb in (EXCHANGE, GATHER))
-        inside = self._gathers("reduce", cut.all, cut.os, self.elements * self.sums, None)
-        return (*across, *inside)
+    @cached_property
+    def sharing(self) -> Hops[Format]:
+        """The hops of an outer step, by which ranks' equal parts of sums come to all copies of the OS slice."""
+        return self._gathers("reduce", self.cut.all, self.cut.os, self.elements * self.sums, None)
 
     # -- buffers, in bytes -------------------------------------------------------------------------
 

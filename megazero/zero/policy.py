@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megazero.comm.codec import Codec, codec_of
-from megazero.comm.wire import Codecs, Coding
+from megazero.comm.wire import Codecs, Coding, Sparse
 from megazero.mesh.grid import copy_lifetime
 from megazero.zero.axes import DataAxes
 
@@ -17,34 +17,26 @@ LIFETIMES = ("use", "step", "resident")
 
 @dataclass(frozen=True)
 class Outer:
-    """How outer replicas meet (outer.py). It takes a mesh with replicas: ``create_mesh(outer=R)``.
+    """How replicas' outer steps are taken (outer.py).
 
-    interval: how many steps they train apart. lr, momentum, nesterov: of the outer optimizer, which is SGD.
-        lr 1 without momentum averages the replicas.
-    codec: the format of outer gradients; None sends them as they are. feedback: what rounding
-        lost is added to the next outer gradient.
-    delay: how many steps the differences are on their way while the training goes on (Streaming DiLoCo, arXiv
-        2501.18512). 0: they are waited for. What a replica learns meanwhile is lost when they arrive.
+    momentum, nesterov: of the outer optimizer, which is SGD; its rate comes with each step. codec: the format of
+    outer
+        gradients; None sends them as they are. feedback: the share of what rounding lost that is added to the next
+        outer gradient. wires: messages of each rank, above 1 where another replica has as many more data-parallel
+        ranks.
     """
 
-    interval: int
-    lr: float = 0.7
     momentum: float = 0.5
     nesterov: bool = True
-    codec: Coding | Codec | None = None
-    feedback: bool = False
-    delay: int = 0
+    codec: Coding | Sparse | Codec | None = None
+    feedback: float = 0.0
+    wires: int = 1
 
     def __post_init__(self) -> None:
-        if self.interval < 1 or not self.lr > 0 or not 0 <= self.momentum < 1:
+        if not 0 <= self.momentum < 1 or not 0 <= self.feedback <= 1 or self.wires < 1:
             raise ValueError(
-                f"interval={self.interval} must be at least 1, lr={self.lr} above 0 and momentum={self.momentum} in "
-                "[0, 1)"
-            )
-        if not 0 <= self.delay < self.interval:
-            raise ValueError(
-                f"delay={self.delay} must be from 0 to {self.interval - 1}: differences arrive before the next ones "
-                f"are sent, {self.interval} steps later"
+                f"momentum={self.momentum} must be in [0, 1), feedback={self.feedback} in [0, 1] and "
+                f"wires={self.wires} at least 1"
             )
 
 
@@ -65,7 +57,7 @@ class Policy:
     chunk_numel: a unit with more elements is cut, at parameters, into several units. They are gathered for
         the same module but move one by one: the hop of one inside a node overlaps another's across nodes, and
         messages take less memory.
-    block: a number of elements, with moments in int8 a multiple of 128. Parameters start on block boundaries, and
+    block: a number of elements. Parameters start on block boundaries, and
         slices are whole blocks.
     exact_numel: parameters with at most this many elements go to the unit's exact region. If anything is
         quantised, those with ``Traits.exact`` go there, too.
@@ -73,7 +65,7 @@ class Policy:
     loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and lowers it
         when a step is skipped. Parameters in fp16 are trained only so: else their gradients would become zero.
     codecs: the wire formats of the hops. seed: that of transforms' signs, and of the rounding of small moments.
-    outer: how outer replicas meet, where the mesh has some. It does not take ``codecs.delta``.
+    outer: how outer steps are taken, where other replicas train apart. It does not take ``codecs.delta``.
     """
 
     lifetime: str | None = None

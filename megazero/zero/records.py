@@ -1,14 +1,14 @@
 """The engine's model and optimizer state as checkpoint records: flat slices with global coordinates.
 
-With outer replicas the plain kinds of weights hold the anchor: whoever reads the model reads that. What a replica has
-of its own ('master', the optimizer's state, ...) is there under ``of_replica(kind, its number)``.
+Where outer steps are taken the plain kinds of weights hold the anchor: whoever reads the model reads that. The
+replica's own weights are there under ``OWN``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -16,14 +16,14 @@ from megazero.checkpoint.placement import Placement, Places
 from megazero.checkpoint.records import SliceRecord
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slot
+from megazero.zero.outer import Anchor
 from megazero.zero.rounding import KINDS
 from megazero.zero.unit import Unit
 
 WEIGHTS, MASTER, ERRORS = "weights", "master", "rounding errors"
-MOMENTUM, LOST, MOVED = "outer momentum", "outer residual", "outer squares"
-SUMS, LEFT = "outer sums", "outer squares under way"  # of differences on their way between replicas
+MOMENTUM, LOST, OWN = "outer momentum", "outer residual", "replica master"
 RESIDUAL = "residual"  # of gradients' error feedback, in checkpoints of earlier versions; nobody loads it
-NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL, LOST)
+NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL, MOMENTUM, LOST, OWN)
 
 
 def save_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
@@ -52,9 +52,7 @@ def save_records(engine: Engine, placements: Mapping[str, Places] | None = None)
                 if _keeps_masters(engine, unit):
                     tensors[MASTER] = unit.master.value[own]
                 tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
-                record = _record(engine, placement, unit, slot, (low, high), tensors)
-                make = partial(engine.optimizer.decoded, unit, own.start, own.stop)
-                records.append(replace(record, make=make))
+                records.append(_record(engine, placement, unit, slot, (low, high), tensors))
     return records
 
 
@@ -64,95 +62,72 @@ def _keeps_masters(engine: Engine, unit: Unit) -> bool:
 
 
 def _buffer_records(
-    engine: Engine, placements: Mapping[str, Places] | None, kinds: Sequence[str]
+    engine: Engine,
+    placements: Mapping[str, Places] | None,
+    kinds: Sequence[str],
+    stand_ins: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> list[SliceRecord]:
-    """Return the buffers with a placement, which all ranks of a stage hold whole. The first of them saves."""
+    """Return the buffers with a placement, which all ranks of a stage hold whole. The first of them saves.
+
+    stand_ins: by the id of a buffer, what is saved in its place.
+    """
     mesh, placed = engine.mesh, placements or {}
-    owner = mesh.dp_rank == mesh.tp.index == mesh.replica == 0
+    owner = mesh.dp_rank == mesh.tp.index == 0
     return [
         SliceRecord(placement, 0, held.numel(), dict.fromkeys(kinds, held.view(-1)), owner)
         for name, buffer in engine.module.named_buffers()
         if name in placed
-        for placement, held in placed[name].held(buffer)
+        for placement, held in placed[name].held(stand_ins.get(id(buffer), buffer))
     ]
-
-
-def of_replica(kind: str, replica: int) -> str:
-    """Return the kind under which a checkpoint holds what an outer replica has of its own."""
-    return f"replica {replica} {kind}"
-
-
-def replica_kinds(stored: Iterable[str], replica: int) -> list[str]:
-    """Return the kinds, without the replica's number, that a checkpoint holds of an outer replica."""
-    begin = of_replica("", replica)
-    return [kind.removeprefix(begin) for kind in stored if kind.startswith(begin)]
 
 
 def save_replica_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
-    """Return what this rank saves where there are outer replicas: its replica's own state, and the anchor's slices.
-
-    The first replica writes the anchor, the outer momentum, and the sums of differences that are on their way, which
-    are waited for. This is collective.
-    """
+    """Return what this rank saves where outer steps are taken: the anchor's slices beside its replica's own state."""
     assert engine.outer is not None
-    engine.outer.settle()
-    own = [_master_in_full(record) for record in save_records(engine, placements)]
-    records = in_replica([*own, *_lost_records(engine, placements)], engine.mesh.replica)
+    records = [_of_replica(record) for record in save_records(engine, placements)]
     for unit, anchor in engine.outer.anchors.items():
-        tensors = {WEIGHTS: anchor.value}
+        tensors = {WEIGHTS: anchor.value} | _momentum(anchor)
         if unit.dtype != unit.sum_dtype:
             tensors[MASTER] = anchor.value
-        if anchor.momentum is not None:
-            tensors[MOMENTUM] = anchor.momentum
-        shared = _slice_records(engine, placements, unit, unit.axes.os, tensors)
-        if engine.outer.flight is not None and unit in engine.outer.flight.sums:
-            sums = {SUMS: engine.outer.flight.sums[unit]}
-            shared += _slice_records(engine, placements, unit, unit.axes.all, sums)
-        for record in shared:
-            records.append(replace(record, owner=record.owner and engine.mesh.replica == 0))
-    return records
-
-
-def _master_in_full(record: SliceRecord) -> SliceRecord:
-    """Return the record with 'master', in its own dtype, and without 'weights'."""
-    tensors = {MASTER: record.tensors[WEIGHTS], **record.tensors}
-    del tensors[WEIGHTS]
-    return replace(record, tensors=tensors)
-
-
-def in_replica(records: Iterable[SliceRecord], replica: int) -> list[SliceRecord]:
-    """Return the records with the kinds of an outer replica."""
-    begin = of_replica("", replica)
-
-    def made(make: Callable[[str], torch.Tensor], kind: str) -> torch.Tensor:
-        return make(kind.removeprefix(begin))
-
-    return [
-        replace(
-            record,
-            tensors={of_replica(kind, replica): tensor for kind, tensor in record.tensors.items()},
-            stored={of_replica(kind, replica): dtype for kind, dtype in record.stored.items()},
-            make=record.make and partial(made, record.make),
-        )
-        for record in records
-    ]
-
-
-def load_replica_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
-    """Return the places into which a load writes if the outer replicas stay the same: all of this rank's state.
-
-    Call ``engine.outer.resume`` before it, which makes room for the sums of differences on their way, and
-    ``engine.invalidate(anchored=True)`` after it.
-    """
-    assert engine.outer is not None
-    own = [*load_records(engine, placements), *_lost_records(engine, placements)]
-    records = in_replica(own, engine.mesh.replica)
-    for unit, anchor in engine.outer.anchors.items():
-        tensors = {MASTER: anchor.value} | ({} if anchor.momentum is None else {MOMENTUM: anchor.momentum})
         records += _slice_records(engine, placements, unit, unit.axes.os, tensors)
-    for unit, sums in engine.outer.flight.sums.items() if engine.outer.flight else ():
-        records += _slice_records(engine, placements, unit, unit.axes.all, {SUMS: sums})
-    return records
+    masters = any(_keeps_masters(engine, unit) for unit in engine.units)
+    kinds = (WEIGHTS, MASTER) if masters else (WEIGHTS,)
+    return [*records, *_lost_records(engine, placements), *_anchored_buffers(engine, placements, kinds)]
+
+
+def load_replica_records(
+    engine: Engine, placements: Mapping[str, Places] | None = None, optimizer: bool = True
+) -> list[SliceRecord]:
+    """Return the places into which a load of such a checkpoint writes. Call ``engine.invalidate(anchored=True)``
+    after it."""
+    assert engine.outer is not None
+    records = [_of_replica(record) for record in load_records(engine, placements, optimizer)]
+    for unit, anchor in engine.outer.anchors.items():
+        tensors = {MASTER: anchor.value} | _momentum(anchor)
+        records += _slice_records(engine, placements, unit, unit.axes.os, tensors)
+    kinds = WEIGHTS, MASTER
+    return [*records, *_lost_records(engine, placements), *_anchored_buffers(engine, placements, kinds)]
+
+
+def _momentum(anchor: Anchor) -> dict[str, torch.Tensor]:
+    return {} if anchor.momentum is None else {MOMENTUM: anchor.momentum}
+
+
+def _of_replica(record: SliceRecord) -> SliceRecord:
+    """Return the record with the weights, in their masters' dtype, as the replica's own."""
+    own = {kind: tensor for kind, tensor in record.tensors.items() if kind not in (WEIGHTS, MASTER)}
+    held = record.tensors.get(MASTER, record.tensors.get(WEIGHTS))
+    assert held is not None
+    return replace(record, tensors={OWN: held, **own})
+
+
+def _anchored_buffers(
+    engine: Engine, placements: Mapping[str, Places] | None, kinds: Sequence[str]
+) -> list[SliceRecord]:
+    """Return the anchors of buffers, or the buffers themselves where they do not train."""
+    assert engine.outer is not None
+    anchors = {id(buffer): held for buffer, held in engine.outer.buffers}
+    return _buffer_records(engine, placements, kinds, anchors)
 
 
 def _lost_records(engine: Engine, placements: Mapping[str, Places] | None) -> list[SliceRecord]:
@@ -208,7 +183,7 @@ def load_records(
         for slot, placement, low, high, at in _placed(placements, unit.layout.ranges(unit.axes.os)):
             tensors = {MASTER: unit.master.value[at : at + high - low]}
             if optimizer:
-                state = engine.optimizer.elementwise_state(unit, at, at + high - low, loading=True)
+                state = engine.optimizer.elementwise_state(unit, at, at + high - low)
                 tensors.update(state)
             records.append(_record(engine, placement, unit, slot, (low, high), tensors))
         if engine.policy.codecs.delta:
@@ -222,6 +197,9 @@ def load_records(
 def kinds_to_load(engine: Engine, stored: Sequence[str], optimizer: Sequence[str]) -> dict[str, str]:
     """Map each kind of ``load_records`` to a kind in the checkpoint: the master falls back to the weights."""
     kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS}
+    if engine.outer is not None:
+        keeps = {OWN: True, MOMENTUM: engine.outer.outer.momentum, LOST: engine.outer.outer.feedback}
+        kinds |= {kind: kind for kind, kept in keeps.items() if kept and kind in stored}
     if engine.policy.codecs.delta:
         kinds[WEIGHTS] = WEIGHTS
     return {**kinds, **{kind: kind for kind in optimizer}}
@@ -230,18 +208,12 @@ def kinds_to_load(engine: Engine, stored: Sequence[str], optimizer: Sequence[str
 def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the state that only the same layout can load unchanged.
 
-    Under the delta refresh these are the errors that were measured as R was brought up to date for the save; with
-    outer replicas also the squares of their differences.
+    Under the delta refresh these are the errors that were measured as R was brought up to date for the save.
     """
-    held = dict[str, torch.Tensor]()
-    if engine.policy.codecs.delta:
-        measured = zip(KINDS, engine.rounding.sums, strict=True)
-        held |= {f"{ERRORS} {kind}": sums for kind, sums in measured if sums.any()}
-    if engine.outer is not None:
-        held[MOVED] = engine.outer.moved
-        if engine.outer.flight is not None:
-            held[LEFT] = engine.outer.squares[:, 0].clone()
-    return held
+    if not engine.policy.codecs.delta:
+        return {}
+    measured = zip(KINDS, engine.rounding.sums, strict=True)
+    return {f"{ERRORS} {kind}": sums for kind, sums in measured if sums.any()}
 
 
 def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -249,10 +221,6 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
     for kind, sums in zip(KINDS, engine.rounding.sums, strict=True):
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
             sums.copy_(tensors[f"{ERRORS} {kind}"])
-    if engine.outer is not None and MOVED in tensors:
-        engine.outer.moved.copy_(tensors[MOVED])
-        if LEFT in tensors:
-            engine.outer.squares[:, 0].copy_(tensors[LEFT])
 
 
 def optimizer_kinds(engine: Engine) -> list[str]:

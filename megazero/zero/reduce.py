@@ -18,7 +18,6 @@ import torch
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.comm.watch import Watch
 from megazero.comm.wire import mixes
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
@@ -147,13 +146,12 @@ def descend(
     context: Context,
     *,
     accumulate: bool = False,
-    watches: Sequence[Watch] = (),
 ) -> Chain:
     """Reduce-scatter from the source's level down to the last hop's, all of verb EXCHANGE. The sums go to ``target``.
 
     accumulate: they are added to what it holds. Every hop sends messages to the others, and sums theirs, decoded,
     into the slice of the next level; so each hop leaves 1/size of the elements. In place (target is source) the sums
-    of every hop stay where they are. watches: see the quantised messages, beside those of the context's rounding.
+    of every hop stay where they are.
     """
     with context.frame() as frame:
         for group in fused(hops):
@@ -162,8 +160,7 @@ def descend(
                 level = group[-1].level
                 empty = frame.take(unit.layout.level_numel(level), target.buffer.dtype)
                 sums = Slice(unit.layout, empty, level)
-            seen = (*context.rounding.watches(unit, GRADIENTS), *watches)
-            yield from _descend_by(unit, group, source, sums, context, accumulate and sums is target, seen)
+            yield from _descend_by(unit, group, source, sums, context, accumulate and sums is target)
             source = sums
 
 
@@ -186,9 +183,9 @@ def _descend_by(
     sums: Slice,
     context: Context,
     accumulate: bool,
-    watches: Sequence[Watch],
 ) -> Chain:
     """Take one hop, or several that are fused."""
+    watches = context.rounding.watches(unit, GRADIENTS)
     legs = [unit.leg(hop) for hop in group]
     leg, level = legs[0], group[0].level
     rows = source.hop(level - 1, leg.axis.size, leg.axis.index)

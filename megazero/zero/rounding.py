@@ -21,7 +21,7 @@ from megazero.kernels.noise import Noise
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
 from megazero.zero.policy import Policy
-from megazero.zero.scalars import Rows, StepPart
+from megazero.zero.scalars import Rows, StepPart, Sums
 from megazero.zero.unit import Unit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
@@ -44,7 +44,7 @@ class Rounding(StepPart):
     """
 
     def __init__(self, policy: Policy, mesh: Mesh, names: Sequence[str] = ()) -> None:
-        self.seed, self.replica, self.names = policy.seed, mesh.replica, names
+        self.seed, self.names = policy.seed, names
         self.columns = self.summed = 0 if policy.codecs.exact else MEASURED
         self.updates = 0
         self.measured = torch.zeros(MEASURED, dtype=torch.float64, device=mesh.device)
@@ -117,11 +117,10 @@ class Rounding(StepPart):
             row.copy_(self.measured)
             self.forget()
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
         if not self.columns:
             return {"sampled": self.sampled}
-        lost = sums[self.replica]
-        return {"sampled": self.sampled, "errors": relative_errors(lost), "zeroed": zeroed_share(lost)}
+        return {"sampled": self.sampled, "errors": relative_errors(sums), "zeroed": zeroed_share(sums)}
 
     def updated(self, made: bool) -> None:
         self.updates += int(made)

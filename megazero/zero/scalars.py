@@ -7,9 +7,7 @@ all read, and tells all whether the update was made.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -18,28 +16,25 @@ from typing import Any
 import torch
 
 from megazero.comm.hops import Traffic
-from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.mesh.levels import short
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.waiting import waiting
 
-Rows = tuple[tuple[float, ...], ...]
+Sums = tuple[float, ...]
+Rows = tuple[Sums, ...]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class StepInfo:
     """grad_norm: global norm of the divided gradients before clipping. skipped: it was not finite.
-        Both are those of this rank's outer replica.
 
     sampled: the name of the unit whose rounding was measured. errors: ||sent - exact|| / ||exact|| over all ranks
         of its 'weights' and 'gradients', each only if it was sent quantised. zeroed: the share of the elements in its
         messages of gradients, over all ranks, that are not 0 and arrive as 0 (padding is 0); None if none was sent
         quantised. An element that lives on in a later message counts, too, so this bounds from above the share of
-        dead ones, which arrive as 0 in every message. A transform leaves few. replica_norms: those of all outer
-        replicas. outer_norm: ||Delta|| (outer.py), if the step before took an outer step.
-        outer_drift: the root of the mean over replicas of ||theta_i - mean||^2 in it.
+        dead ones, which arrive as 0 in every message. A transform leaves few.
     """
 
     grad_norm: float
@@ -47,45 +42,25 @@ class StepInfo:
     sampled: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
     zeroed: float | None = None
-    replica_norms: tuple[float, ...] = ()
-    outer_norm: float | None = None
-    outer_drift: float | None = None
-
-    @property
-    def mean_norm(self) -> float:
-        """The mean of the replicas' norms, the same on all ranks; not finite if one of them is not."""
-        return sum(self.replica_norms) / len(self.replica_norms)
-
-    @property
-    def updated_norm(self) -> float | None:
-        """The mean of the norms of those replicas that made an update; None if none did."""
-        finite = [norm for norm in self.replica_norms if math.isfinite(norm)]
-        return sum(finite) / len(finite) if finite else None
-
-    @property
-    def skips(self) -> int:
-        """How many replicas made no update."""
-        return sum(not math.isfinite(norm) for norm in self.replica_norms)
 
 
 class StepPart:
     """Takes part in every step of an engine. Each method is called on every rank alike; the defaults do nothing.
 
     columns: how many numbers it has in every rank's row. summed: how many of them, the first ones, are added up over
-    the ranks of each outer replica. lanes: those on which it moves data while training goes on.
+    the ranks.
     """
 
     columns: int = 0
     summed: int = 0
-    lanes: Sequence[Lane] = ()
 
     def write(self, row: torch.Tensor) -> None:
         """Write this rank's numbers to ``row``, fp64 [columns] on the device. Every gradient's sum is there."""
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
         """Read the numbers of all ranks before the update. Return this part's fields of StepInfo.
 
-        rows: [columns] by rank. sums: [summed] by outer replica. May raise, on every rank.
+        rows: [columns] by rank. sums: [summed]. May raise, on every rank.
         """
         return NOTHING
 
@@ -94,13 +69,6 @@ class StepPart:
 
     def aborted(self) -> None:
         """Note that the open step was given up. Its gradients are discarded."""
-
-    def reading(self, anchor: bool) -> AbstractContextManager[None]:
-        """Return the context of an evaluation. anchor: outer replicas evaluate what they share."""
-        return nullcontext()
-
-    def loaded(self, own: bool) -> None:
-        """Note that the master weights were loaded. own: and this part's tensors with them."""
 
     def state(self) -> dict[str, Any]:
         """Return its entries of ``Engine.state``, in JSON types."""
@@ -130,13 +98,13 @@ class StepScalars:
             part.write(own)
 
     def _make(self) -> None:
-        """Make the tensors for rows with the parts' columns, and behind them the sums of the outer replicas."""
+        """Make the tensors for rows with the parts' columns, and behind them their sums."""
         self.counts = [part.columns for part in self.parts]
-        world, replicas, k = self.mesh.world_size, self.mesh.grid.outer, sum(self.counts)
+        world, k = self.mesh.world_size, sum(self.counts)
         starts = accumulate(self.counts, initial=0)
         self.places = [slice(at, at + n) for at, n in zip(starts, self.counts, strict=False)]
-        self.received = torch.zeros(world + replicas, k, dtype=torch.float64, device=self.mesh.device)
-        self.rows, self.sums = self.received.split([world, replicas])
+        self.received = torch.zeros(world + 1, k, dtype=torch.float64, device=self.mesh.device)
+        self.rows, self.sums = self.received[:world], self.received[world]
         self.row = torch.zeros(k, dtype=torch.float64, device=self.mesh.device)
         self.own = self.row.split(self.counts)
 
@@ -152,9 +120,8 @@ class StepScalars:
             for part, place in zip(self.parts, self.places, strict=True)
             if part.summed
         ]
-        for replica, sums in zip(self.rows.split(self.mesh.grid.replica_size), self.sums, strict=True):
-            for columns in summed:
-                torch.sum(replica[:, columns], 0, out=sums[columns])
+        for columns in summed:
+            torch.sum(self.rows[:, columns], 0, out=self.sums[columns])
 
     def read(self) -> dict[str, Any]:
         """Let the parts read the rows. Return the fields of StepInfo."""
@@ -163,6 +130,5 @@ class StepScalars:
         found: dict[str, Any] = {}
         for part, place in zip(self.parts, self.places, strict=True):
             every = tuple(tuple(row[place]) for row in received)
-            rows, sums = every[: self.mesh.world_size], every[self.mesh.world_size :]
-            found.update(part.read(rows, tuple(row[: part.summed] for row in sums)))
+            found.update(part.read(every[:-1], every[-1][: part.summed]))
         return found

@@ -90,15 +90,9 @@ def shard(
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in named}
     if tied and mesh.ends is None:
         raise ValueError(f"tied={dict(tied)} needs the axis of the pipeline's ends: create_mesh(ends=True)")
-    if (policy.outer is None) != (mesh.outer is None):
-        raise ValueError(
-            f"Policy(outer={policy.outer}) on a mesh of {mesh.grid.outer} outer replicas: give both "
-            "Policy(outer=...) and create_mesh(outer=...), or neither"
-        )
     made = build_units(module, units, mesh, policy, chosen, init, parts, tied)
     _refuse_no_matrices(module, chosen)
     slices = SliceOptimizer(made.units, chosen, optimizer or default_adamw())
-    slices.refuse_cut_blocks(policy.block)
     if traits is None and slices.matrices is not None:
         raise ValueError(
             f"{type(slices.torch).__name__} steps whole matrices and has to know which: give traits=, which returns "

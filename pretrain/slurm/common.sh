@@ -62,10 +62,7 @@ run() {
     [ -z "$MEGAZERO_END_FOLDER" ] || rm -rf "$MEGAZERO_END_FOLDER"
 }
 
-# The last name in a folder that is, whole, of this pattern, by the numbers in it.
-last() { ls -v -- "$1" 2>/dev/null | grep -xE "$2" | tail -1; }
-
-newest() { last "$RUN" 'iter_[0-9]+'; }
+newest() { ls -v -- "$RUN" 2>/dev/null | grep -xE 'iter_[0-9]+' | tail -1; }
 
 # The nodes that the health check of the last start named, one a line.
 bad_nodes() { [ -z "$named" ] || echo "$named"; }
@@ -75,7 +72,7 @@ bad_nodes() { [ -z "$named" ] || echo "$named"; }
 decide() {
     local lease
     say "${@:2}"
-    lease=$(tr -d '[:space:]' < "$RUN/logs/$(last "$RUN/logs" 'lease\.[0-9]+')")  # JSON, however it is spaced
+    lease=$(tr -d '[:space:]' < "$RUN/logs/lease")  # JSON, however it is spaced
     [[ $lease == *'"released":""'* && $lease != *"\"job\":\"$job\""* ]] && return
     mkdir -p "$RUN/logs"
     printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "then": "%s", "why": "%s"}\n' \

@@ -21,6 +21,7 @@ from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
 from megazero.models.decoder import Decisions
+from megazero.models.multi_token import further_tokens
 from megazero.models.positions import Documents
 from megazero.moe import Decision
 from megazero.tp import sequence_slice
@@ -78,8 +79,14 @@ def loss_sum(decoder: Decoder, config: RunConfig, batch: Sequence[torch.Tensor])
     tokens, labels, mask = batch
     packed = documents_of(config, tokens)
     documents = Documents(packed.get("position_ids"), packed.get("document_starts"))
-    losses = decoder(tokens, labels, documents=documents, decisions=forced(decoder, tokens))
-    return (losses * mask.to(losses.dtype)).sum()
+    ahead, weights = config.model.mtp_num_layers, mask.to(DTYPES[config.precision.params_dtype])
+    return decoder(
+        *(tokens, labels),
+        documents=documents,
+        loss_weights=weights,
+        decisions=forced(decoder, tokens),
+        further=further_tokens(labels, weights, ahead) if ahead else None,
+    )
 
 
 # -- one rank ----------------------------------------------------------------------------------------
@@ -97,7 +104,10 @@ class Reference:
 def _whole_decoder(model: Model) -> Decoder:
     config = model.config()
     balance = replace(balance_losses(config), samples=model.block, together=model.together)
-    decoder = Decoder(config.model, balance=balance, dtype=DTYPES[model.dtype])
+    weight = config.training.mtp_loss_scaling_factor
+    decoder = Decoder(
+        config.model, balance=balance, mtp_loss_scaling_factor=weight, dtype=DTYPES[model.dtype]
+    )
     decoder.initialize(config.training.seed)
     return decoder
 
@@ -249,7 +259,7 @@ def _own_part(
 ) -> MicroBatch:
     tokens, labels, mask = (part[rows] for part in batch)
     fields = {"tokens": tokens, "labels": labels, "loss_mask": mask.to(DTYPES[config.precision.params_dtype])}
-    own = own_tokens({**fields, **documents_of(config, tokens)}, mesh)
+    own = own_tokens({**fields, **documents_of(config, tokens)}, mesh, config.model.mtp_num_layers)
     return MicroBatch(**own, decisions=forced(decoder, own["tokens"]))
 
 

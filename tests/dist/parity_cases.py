@@ -39,6 +39,7 @@ LR_OF_DEEP = 5e-4
 MULTI_QUERY = "multi-query"  # Llama with one key/value head, which tensor-parallel ranks share
 TWO_KEY_HEADS = "two key heads"
 LATENT = "latent attention"
+FURTHER, FURTHER_EXPERTS = "further tokens", "experts of further tokens"
 # Families of other options than their name's own.
 MORE: dict[str, dict[str, Any]] = {
     MULTI_QUERY: {"model_family": "llama", "num_query_groups": 1},
@@ -50,6 +51,7 @@ MORE: dict[str, dict[str, Any]] = {
         **{"model_family": "llama", "multi_latent_attention": True, "qk_norm": "head", "kv_lora_rank": 6},
         **{"qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3},
     },
+    FURTHER: {"model_family": "llama", "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7},
     "qwen2-window": {"model_family": "qwen2", "num_query_groups": 4, "sliding_window": 3},
     "gemma2-documents": {
         "model_family": "gemma2",
@@ -91,6 +93,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
         **{"moe_layer_freq": (0, 1), "moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 16},
         **{"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_group_best": 2},
         "moe_router_enable_expert_bias": False,
+    },
+    FURTHER_EXPERTS: {
+        **{"num_experts": 6, "moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 16},
+        **{"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 2.0, "mtp_num_layers": 1},
+        **{"moe_layer_freq": (0, 1), "mtp_loss_scaling_factor": 0.7},
     },
     "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "idle ranks": {"num_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True},
@@ -209,7 +216,8 @@ class Case:
     def mesh(self) -> tuple[Any, ...]:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
         factors = resolve_shards(_factors(self.shards), self.dp, self.near).factors
-        pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
+        ends = self.tied or self.family in (FURTHER, FURTHER_EXPERTS)
+        pipeline = (self.pp, self.dp_outermost, ends) if self.pp > 1 else ()
         return (
             self.world,
             self.tp,

@@ -18,7 +18,8 @@ class Case:
     backward. ``ranks_per_node`` is what the patch takes for a node. ``nudge`` numbers the element of the embedding
     whose last bit is changed at the start (0: none). ``gated``: SwiGLU without biases and two query groups, as Llama.
     ``latent``: latent attention, with yarn. ``sinks``: gpt-oss's layers: sinks, windows by turns, clamped quick GEGLU
-    with an offset, biases. ``device``: "cpu", or "cuda" for ranks on one card.
+    with an offset, biases. ``further``: how many layers predict further tokens. ``device``: "cpu", or "cuda" for
+    ranks on one card.
     """
 
     dp: int = 1
@@ -32,6 +33,7 @@ class Case:
     gated: bool = False
     latent: bool = False
     sinks: bool = False
+    further: int = 0
     recompute: bool = False
     per_token_loss: bool = False
     overlap_grad_reduce: bool = False

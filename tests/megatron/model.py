@@ -65,6 +65,8 @@ def model_config(case: Case) -> Any:
         recompute_granularity="full" if case.recompute else None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
+        mtp_num_layers=case.further or None,
+        mtp_loss_scaling_factor=0.3,
         **{
             **(gated if case.gated else {}),
             **(moe if case.experts else {}),
@@ -86,7 +88,7 @@ def build_chunks(case: Case, config: Any) -> list[Any]:
     """Return this rank's model chunks, with initial values that depend on names and the seed alone."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 
     spec = get_gpt_layer_local_spec(
         num_experts=case.experts or None,
@@ -108,6 +110,7 @@ def build_chunks(case: Case, config: Any) -> list[Any]:
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=case.tied,
             position_embedding_type="rope",
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False) if case.further else None,
             vp_stage=stage,
         )
         chunks.append(chunk.to(case.device, case.dtype))

@@ -79,6 +79,8 @@ def arguments(case: Case) -> argparse.Namespace:
         normalization="RMSNorm",
         position_embedding_type="rope",
         seq_length=case.sequence,
+        mtp_num_layers=case.further or None,
+        mtp_loss_scaling_factor=0.3,
         max_position_embeddings=case.sequence,
         untie_embeddings_and_output_weights=not case.tied,
         hidden_dropout=0.0,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.messages import refused
-from tests.netlab.lab import TIMED_OUT, Lab, LabResult, Link, parse_link
+from tests.netlab.lab import TIMED_OUT, Lab, LabResult, parse_link
 
 HERE = Path(__file__).parent
 SHELL = ("sh", "-c")
@@ -44,72 +39,6 @@ def transfer(lab: Lab, count: int) -> tuple[float, LabResult]:
     return float(result.outputs[1]), result
 
 
-def test_nodes_have_their_own_names_and_networks(netlab):
-    lab = netlab(3)
-    script = (
-        'hostname; readlink /proc/self/ns/net; cat /proc/net/dev | grep -c eth0; echo "$GLOO_SOCKET_IFNAME"'
-    )
-    result = lab.run([script], launcher=SHELL)
-    names, networks, counts, gloo = zip(*(text.split() for text in result.outputs), strict=True)
-    assert result.returncode == 0
-    assert names == ("node0", "node1", "node2") and socket.gethostname() not in names
-    assert len({*networks, os.readlink("/proc/self/ns/net")}) == 4
-    assert set(counts) == {"1"} and set(gloo) == {"eth0"}
-
-
-def test_close_ends_everything_in_the_nodes(netlab):
-    lab = netlab(2)
-    assert (
-        lab.run(["sleep 1000 & echo $!"], launcher=SHELL, timeout=20).returncode == 0
-    )  # killed with its run
-    inside = [member.pid for member in lab.members]
-    sleeper = lab.members[1].start(["sleep", "1000"], {})
-    lab.close()
-    assert sleeper.wait(5) != 0
-    assert wait_until(lambda: not any(alive(pid) for pid in inside))
-
-
-def test_a_killed_lab_leaves_nothing(netlab):
-    """Neither what runs in its nodes, nor what holds packets for the links' delay."""
-    netlab(2, "none+10ms")  # skips where no lab can be made
-    code = (
-        "import time; from tests.netlab.lab import Lab\n"
-        "with Lab(2, 'none+10ms') as lab:\n"
-        "    own = [lab.members[1].start(['sleep', '1000'], {}).pid, *(m.pid for m in lab.members)]\n"
-        "    print(*own, *(node.delayer.pid for node in lab.members[1:]), flush=True); time.sleep(1000)"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert owner.stdout
-    inside = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(inside) == 6 and all(map(alive, inside))
-    owner.kill()
-    owner.communicate()
-    assert wait_until(lambda: not any(map(alive, inside)))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_command(netlab, number):
-    netlab(2)
-    words = ["--launcher", "sh -c", "--", "readlink /proc/self/ns/net; sleep 1000"]
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "lab.py"), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout
-    networks = {process.stdout.readline().split()[-1] for _ in range(2)}
-    assert len(networks) == 2
-    process.send_signal(number)
-    process.communicate(timeout=10)
-    assert process.returncode == 128 + number
-
-    def gone() -> bool:
-        return not networks & {os.readlink(p) for p in Path("/proc").glob("[0-9]*/ns/net") if os.access(p, 0)}
-
-    assert wait_until(gone)
-
-
 def test_the_first_failure_is_the_lab_s_and_time_is_limited(netlab):
     lab = netlab(2)
     failing = lab.run_each([["sh", "-c", "exit 3"], ["true"]])
@@ -132,21 +61,6 @@ def test_rate_and_counts(netlab, rate, megabytes):
         if max(reached) > 0.9 * asked:
             break
     assert 0.9 * asked < max(reached) < 1.1 * asked
-
-
-def test_how_links_are_written():
-    assert parse_link("1gbit+20ms") == Link(1_000_000_000, 20.0)
-    assert parse_link("none+0.5ms") == Link(None, 0.5)
-    assert parse_link(None) == parse_link("none") == Link(None)
-
-
-@pytest.mark.parametrize(
-    "rate",
-    ["200", "200mb", "0mbit", "fast", "1gbit+20", "1gbit+20s", "1gbit+", "+20ms", "1gbit+-1ms"],
-)
-def test_bad_rate(rate):
-    with refused(f"rate '{rate}'"):
-        Lab(2, rate)
 
 
 def test_the_trainer_finds_the_nodes_and_its_count_is_the_interface_s(netlab, tmp_path):

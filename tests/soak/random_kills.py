@@ -8,7 +8,6 @@ killed, too), or at or shortly after the n-th operation on the folder of checkpo
 the newest complete checkpoint. In the end losses, gradient norms and all tensors must have the bits of the
 uninterrupted run, and metrics.jsonl must have every iteration once. Every second trial saves with --async-save.
 
-With --outer the runs have outer replicas, so a kill comes in the middle of an interval, or of a sum on its way.
 With --experts ranks share experts, whose states lie on other ranks than the rest.
 
 Each result is appended to the file at once. The same command continues with the missing trials and prints a summary
@@ -53,13 +52,6 @@ PLAIN: Layouts = {
     "hpz, bf16": (4, {"zero_preset": "hpz", "params_dtype": "bf16", "ranks_per_node": 2}),
     "tp 2 x zero2": (4, {"tensor_model_parallel_size": 2, "zero_preset": "zero2"}),
 }
-# Saves of every second step see the five steps of an interval at all their ends.
-ALONE, PAIRS = {"ranks_per_node": 1, "outer_interval": 5}, {"ranks_per_node": 2, "outer_interval": 5}
-OUTER: Layouts = {
-    "outer": (2, ALONE),
-    "outer, 4 bits, bf16": (2, {**ALONE, "outer_bits": 4, "params_dtype": "bf16"}),
-    "outer, late, zero3": (4, {**PAIRS, "outer_delay": 3, "zero_preset": "zero3"}),
-}
 # Biases of experts are state besides the tensors' own.
 ROUTED = {"num_experts": 8, "moe_ffn_hidden_size": 12, "ranks_per_node": 2}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -74,7 +66,7 @@ EXPERTS: Layouts = {
         },
     ),
 }
-LAYOUTS: Layouts = {**PLAIN, **OUTER, **EXPERTS}
+LAYOUTS: Layouts = {**PLAIN, **EXPERTS}
 RUN = {
     "train_iters": 12,
     "save_interval": 2,
@@ -88,8 +80,7 @@ KEYS = (
     "grad_norm",
     "learning_rate",
     "consumed_samples",
-    "outer",
-)  # the last in lines after a meeting
+)
 HIDDEN = re.compile(r"\.iter_\d+\.(partial|replaced|removed)-")
 LAUNCHER_S = 15.0
 FORKED_S, REAL_S = 5.0, 12.0  # longer than a run that is forked, or a real start with its imports, takes
@@ -330,10 +321,9 @@ def main() -> int:
         out=(Path, "file of results, a line of JSON each"),
         jobs=(2, "trials at a time"),
         seconds=(1e9, "begin no trial after these"),
-        outer=(False, "of runs with outer replicas"),
         experts=(False, "of runs whose ranks share experts"),
     ).parse_args()
-    chosen = {**(OUTER if options.outer else {}), **(EXPERTS if options.experts else {})} or PLAIN
+    chosen = EXPERTS if options.experts else PLAIN
     store, layouts = harness.Store(options.out), tuple(chosen)
     store.claim()
     references, began = options.out.with_suffix(".references"), time.monotonic()

@@ -36,7 +36,7 @@ def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["outer, late, zero3", "experts, zeropp"])
+@pytest.mark.parametrize("layout", ["experts, zeropp"])
 def test_what_lies_on_other_ranks_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
     """One rank is killed in the second save, then all of a node in the next, with a sum or experts of their own."""
     moments = [kills.Kill((3,), False, 0.0, 12), kills.Kill((0, 1), False, 0.01, 50)]

@@ -1,4 +1,4 @@
-"""A few trials of each soak. More of them: python -m tests.soak.NAME --help."""
+"""A few trials of the soak. More of them: python -m tests.soak.random_kills --help."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tests import ROOT
 SOAKS = (
     "random_kills --trials 2",
     "random_kills --trials 2 --experts",
-    "storage_faults --kinds ESTALE EIO --at 5 --few 4",
-    "two_runs --trials 6",
 )
 
 

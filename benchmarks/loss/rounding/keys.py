@@ -19,8 +19,9 @@ from benchmarks.loss.rounding.formats import EXACT
 from benchmarks.loss.rounding.text import Samples
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.mesh.grid import own_spans
-from megazero.models import Decoder, layer
+from megazero.models import Decoder
 from megazero.models.attention import attend
+from megazero.models.mixers import softmax
 
 RUN = "INT8 128 + H128"  # what --cp-gather-bits 8 sends
 CODECS: dict[str, Codec] = {
@@ -81,7 +82,7 @@ def rows(model: Decoder, samples: Samples, sizes: Sizes) -> Iterator[dict[str, A
             found.append(row | {what: float((a - b).norm() / b.norm()) for what, (a, b) in off.items()})
         return exact
 
-    with patch.object(layer, "attend", measured):
+    with patch.object(softmax, "attend", measured):
         model(*samples.held(sizes.layers, sizes.layers)[0])
     yield from found
     exact = losses(model, samples, sizes, EXACT)
@@ -100,6 +101,6 @@ def losses(model: Decoder, samples: Samples, sizes: Sizes, name: str) -> Tensor:
     def sent(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return attend(q, k, v, *rest) if name == EXACT else attended(q, k, v, rest, CODECS[name], sizes.nodes)
 
-    with patch.object(layer, "attend", sent):
+    with patch.object(softmax, "attend", sent):
         each = [float(model(*batch).mean()) for batch in samples.held(sizes.held, 1)]
     return torch.tensor(each, dtype=torch.float64)

@@ -2,52 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megazero.config.layout.outer import last_arrival
-from megazero.config.run import RunConfig
-from megazero.config.schedule.batch_sizes import BatchSizes
+from megazero.config.layout.outer import LOCAL, local_replicas, meeting_point
+from megazero.config.run import RunConfig, World
+from megazero.mesh.grid import nearest_multiple
 
 
-def late(config: RunConfig) -> Iterator[str]:
-    """Report a delay that is too long."""
-    outer = config.outer
-    if outer.outer_interval and outer.outer_delay >= outer.outer_interval:
+def meets(config: RunConfig) -> Iterator[str]:
+    """Report what replicas cannot meet by, and a delay that is too long."""
+    outer, training = config.outer, config.training
+    if outer.outer_meet is None:
+        return
+    replicas = local_replicas(outer)
+    if replicas is None:
+        try:
+            meeting_point(outer)
+        except ValueError as error:
+            yield str(error)
+    elif replicas < 2 or outer.outer_name or outer.outer_secret_file:
+        yield (
+            f"--outer-meet {outer.outer_meet} starts at least 2 replicas, which have names of their own and no "
+            f"secret; nearest: {LOCAL}:{max(replicas, 2)} without --outer-name and --outer-secret-file"
+        )
+    if training.train_samples is None and training.train_iters:
+        batch = config.batch.global_batch_size
+        nearest = f"{training.train_iters * batch * (replicas or 2)}" if batch else "steps x batch x replicas"
+        yield (
+            f"--train-iters {training.train_iters} with --outer-meet: replicas come and go, so a run is as long as "
+            f"the samples of all; nearest: --train-samples {nearest}"
+        )
+    if config.skipping.skip_train_iteration_range:
+        yield "--skip-train-iteration-range with --outer-meet: replicas share samples, not iterations; leave it out"
+    if outer.outer_delay >= outer.outer_interval:
         yield (
             f"--outer-delay {outer.outer_delay}: differences arrive before the next ones leave, --outer-interval "
             f"{outer.outer_interval} steps later; nearest: {outer.outer_interval - 1}"
         )
 
 
-def outer_notes(config: RunConfig) -> list[str]:
-    """Return notes on what outer steps leave out: steps at the run's end, and what replicas learn meanwhile."""
-    outer = config.outer
-    notes = _last_meeting(config)
-    if outer.outer_interval and outer.outer_delay:
-        notes.append(
-            f"--outer-delay {outer.outer_delay}: what replicas learn while differences are on their way is dropped "
-            "when they arrive"
+def shares_of_ranks(config: RunConfig, world: World) -> Iterator[str]:
+    """Report data-parallel ranks by which the largest replica's do not divide, and experts that these would share."""
+    most, d, ep = (
+        config.outer.outer_ranks,
+        config.shard_ranks(world),
+        config.parallel.expert_model_parallel_size,
+    )
+    if most is not None and most % d:
+        yield (
+            f"--outer-ranks {most} is not a multiple of this replica's {d} data-parallel ranks; nearest: "
+            f"{nearest_multiple(most, d)}"
         )
-    return notes
+    elif most not in (None, d) and ep > 1:
+        yield (
+            f"--outer-ranks {most} with --expert-model-parallel-size {ep}: replicas whose ranks share experts have "
+            f"as many data-parallel ranks; nearest: {d}"
+        )
 
 
-def _last_meeting(config: RunConfig) -> list[str]:
-    """Return a note if outer replicas do not meet at the run's end: the anchor then lacks the last steps."""
-    training, outer = config.training, config.outer
-    steps, said = training.train_iters, f"--train-iters {training.train_iters}"
-    length: Callable[[int], int] = int
-    if outer.outer_interval and training.train_samples is not None and config.batch.global_batch_size:
-        sizes = BatchSizes.of(config, 1)
-        steps, length = sizes.iterations_within(training.train_samples), sizes.consumed_after
-        said = f"--train-samples {training.train_samples}, {steps} steps"
-    if not outer.outer_interval or not steps:
-        return []
-    last = last_arrival(steps, outer)
-    if last == steps:
-        return []
-    following = last_arrival(steps + outer.outer_interval, outer)
-    nearest = " or ".join(str(length(at)) for at in (last, following) if at)
-    return [
-        f"{said}: outer replicas meet last at {last}, and that anchor is evaluated and exported at the end; nearest: "
-        f"{nearest}"
-    ]
+def outer_notes(config: RunConfig) -> list[str]:
+    """Return a note on what replicas learn meanwhile."""
+    delay = config.outer.outer_delay
+    said = "what replicas learn while differences are on their way is dropped when they arrive"
+    return [f"--outer-delay {delay}: {said}"] if config.outer.outer_meet and delay else []

@@ -44,13 +44,19 @@ def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, 
 def layout_layers(layout: str) -> tuple[int, ...]:
     """Return the layers per stage of a layout in Megatron's letters, or () if it is none.
 
-    E is the embedding, t a layer, L the head with the loss; | ends a stage, *N repeats the letter or the brackets
-    before it, and commas mean nothing (Megatron's PipelineParallelLayerLayout).
+    E is the embedding, t a layer, m one that predicts a further token, L the head with the loss; | ends a stage, *N
+    repeats the letter or the brackets before it, and commas mean nothing (Megatron's PipelineParallelLayerLayout).
     """
+    letters = layout_letters(layout)
+    return () if letters is None else tuple(stage.count("t") for stage in letters.split("|"))
+
+
+def layout_letters(layout: str) -> str | None:
+    """Return such a layout without repetitions and commas; None if it is none."""
     plain = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
         plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
-    return tuple(stage.count("t") for stage in plain.split("|")) if re.fullmatch("E[t|]*L", plain) else ()
+    return plain if re.fullmatch("E[t|]*m*L", plain) else None
 
 
 def stage_costs(model: ModelConfig, recompute: str) -> Costs:
@@ -58,7 +64,7 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
 
     - A layer costs its matrices, and what its mixer multiplies with the causal half of the sequence. Where layers are
       of several kinds, each counts as the mean.
-    - The head costs h V. The accounting is that of config/model/spec.py.
+    - The head costs h V for each prediction. The accounting is that of config/model/spec.py.
     - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full'), of the MLP ('mlp'), but for
       what nothing reads, or of attention ('selective').
     - The embedding costs h. A lookup moves h numbers per token and multiplies none, which is less than what a
@@ -70,7 +76,7 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
         mixed = work.pair * model.seq_length / 2 + work.token
         mixed += (again - 1) * (mixed + work.expansion) if recompute == "selective" else 0
         fed = kind.fed.multiply_adds / 3 if recompute == "mlp" else 0
-        layer += (kind.multiply_adds + mixed + fed) * (len(kind.places) / model.num_layers)
+        layer += (kind.multiply_adds + mixed + fed) * (len(kind.places) / len(model.all_layers))
     if recompute == "full":
         layer *= again
-    return Costs(embedding=model.hidden_size, layer=layer, head=spec.head.multiply_adds)
+    return Costs(embedding=model.hidden_size, layer=layer, head=spec.predictions * spec.head.multiply_adds)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from megazero.config.layout.pipeline import partition_method, schedule_name, virtual_stages
+from megazero.config.layout.pipeline import (
+    layout_letters,
+    partition_method,
+    schedule_name,
+    virtual_stages,
+)
 from megazero.config.nearest import around, common_divisors, did_you_mean
 from megazero.config.options.sections import ParallelConfig
 from megazero.config.run import RunConfig
@@ -58,10 +64,18 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     if isinstance(method, str) and method not in METHODS:
         yield (
             f"--pipeline-partition {method} is not one of {', '.join(METHODS)} or layers per stage such as 5,6,6,5 "
-            "or Et*5|(t*6|)*2t*5L, without m, which is not built"
+            "or Et*5|(t*6|)*2t*5L, in which m stands before L alone"
             f"{did_you_mean(method, METHODS) or '; nearest: balanced'}"
         )
         return
+    said, further = parallel.pipeline_partition or "", config.model.mtp_num_layers
+    letters = layout_letters(said)
+    if letters is not None and letters.count("m") != further:
+        nearest = f"{re.sub(r'(m[m*0-9,]*)?L$', '', said)}{'m' * further}L"
+        yield (
+            f"--pipeline-partition {said} has {letters.count('m')} m, which stand for --mtp-num-layers {further}; "
+            f"nearest: {nearest}"
+        )
     outer = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
     first, last = (count if count and count > 0 else None for count in outer)  # others are reported
     yield from (

@@ -14,7 +14,7 @@ from megazero.config.options.fields import Option, convert, section_options, sho
 from megazero.config.options.needs import lacks
 from megazero.families import FAMILIES, Family
 from megazero.families.config_json.missing import missing
-from megazero.families.layer_kinds import layer_kinds, some_layers
+from megazero.families.layer_kinds import layer_kinds, mixers, some_layers
 
 # Options of the model that decide neither which parameters there are nor what is computed of them.
 _FREE = (
@@ -177,11 +177,12 @@ def _inexpressible(options: ModelConfig, family: Family) -> _Inexpressible:
         back = _read(family, config, (), {"seq_length": options.seq_length})
     except ValueError as error:
         return _Inexpressible([str(error)], readable=False)
+    known = {**vars(options), "mixers": mixers(options)}
     said = [
         option
         for option in section_options("model", ModelConfig)
         if option.name not in ("model_family", "vocab_size")
-        and not lacks(option, vars(options))
+        and not lacks(option, known)
         and is_architecture(option.name, options.position_embedding_type)
     ]
     pairs = [(option, _value(options, option), _value(back, option)) for option in said]

@@ -12,6 +12,8 @@ from megazero.families.layer_kinds import MOST_LAYERS
 
 # Laws of initial values beside the normal one (models/initialization.py).
 DECAY, TIME_STEP = "decay", "time step"
+# A need (options/needs.py).
+TWO_BRANCHES = "not hybrid_layer_pattern: layers with a mixer and an MLP (no --hybrid-layer-pattern)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,12 @@ class Backbone:
         "gpt", "family, which sets defaults marked 'by family'; gpt is Megatron's", choices=tuple(FAMILIES)
     )
     num_layers: int = option(MISSING, "transformer layers", low=1, high=MOST_LAYERS, required=True)
+    hybrid_layer_pattern: str | None = option(
+        None,
+        "a letter for each layer, which has one branch alone: M Mamba-2, G gated delta net, * attention, - MLP, "
+        "E experts; | between them cuts pipeline stages (default: every layer has a mixer and an MLP)",
+        aliases=("hybrid-override-pattern",),
+    )
     hidden_size: int = option(MISSING, "width of the residual stream", low=1, required=True)
     num_attention_heads: int = option(MISSING, "attention heads", low=1, required=True, small=8)
     normalization: str = option(MISSING, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
@@ -53,6 +61,16 @@ class Backbone:
     )
 
     @property
+    def single_branches(self) -> bool:
+        """Tell whether each layer is a mixer or a feed-forward alone."""
+        return self.hybrid_layer_pattern is not None
+
+    @property
+    def branches(self) -> int:
+        """Return how many branches write to the residual stream: a mixer and a feed-forward of each layer, or one."""
+        return self.num_layers * (1 if self.single_branches else 2)
+
+    @property
     def mup_width(self) -> float:
         """Return by how much the model is wider than the one that its rates were tuned for."""
         return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
@@ -75,7 +93,7 @@ class ParameterSpec:
     sharing: how many ranks share the experts, of which these are one's.
     own_heads: a rank applies the parameter to its own heads, or channels of an MLP, alone.
     vocabulary: the rows are words, which are padded before ranks share them.
-    tied: the embedding and the head hold one parameter.
+    tied: the first and the last stage of a pipeline hold one parameter: the embedding, of the head its weight.
     """
 
     name: str
@@ -186,13 +204,21 @@ def column(
         yield ParameterSpec(f"{name}.bias", (rows,), cut, heads)
 
 
+def convolution(name: str, channels: int, kernel: int, bias: bool) -> Iterator[ParameterSpec]:
+    """Yield a convolution of each channel, which tensor-parallel ranks share, over ``kernel`` tokens. Its deviation
+    is that of torch's and Megatron's uniform values: with a matrix's, states would begin as good as empty."""
+    yield ParameterSpec(f"{name}.weight", (channels, 1, kernel), 0, std=1 / math.sqrt(3 * kernel))
+    if bias:
+        yield ParameterSpec(f"{name}.bias", (channels,), 0)
+
+
 def row(c: Backbone, name: str, columns: int, bias: bool) -> Iterator[ParameterSpec]:
     """Yield a linear whose columns tensor-parallel ranks share, and whose output they add up.
 
-    It writes to the residual stream, so its std is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3;
-    Megatron's default).
+    It writes to the residual stream, so its std is divided by the root of how many do (Radford et al. 2019, section
+    2.3; Megatron's default).
     """
-    std = c.matrix_std / math.sqrt(2 * c.num_layers)
+    std = c.matrix_std / math.sqrt(c.branches)
     yield ParameterSpec(f"{name}.weight", (c.hidden_size, columns), 1, std=std, multiplies=True)
     if bias:
         yield ParameterSpec(f"{name}.bias", (c.hidden_size,))

@@ -11,7 +11,7 @@ from megazero.config.model.mixers import MIXERS, mixers_of
 from megazero.config.model.section import ACTIVATIONS, ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.fields import fault, section_options, show
-from megazero.families.layer_kinds import MARKS, mixers
+from megazero.families.layer_kinds import DENSE, LETTERS, MARKS, NOTHING, feed_forwards, mixers
 
 
 def rotary(model: ModelConfig) -> Iterator[str]:
@@ -71,6 +71,30 @@ def mlp(model: ModelConfig) -> Iterator[str]:
         yield f"{' and '.join(flags)} exclude each other; leave {'one' if len(flags) == 2 else 'two'} out"
 
 
+def pattern(model: ModelConfig) -> Iterator[str]:
+    """Report letters that are no layers, and patterns that the rest of the model does not fit."""
+    letters, layers, block = model.hybrid_layer_pattern, model.num_layers, model.transformer_block_type
+    if letters is None:
+        return
+    typed = f"--hybrid-layer-pattern {letters}"
+    if other := "".join(sorted({*letters} - LETTERS.keys())):
+        near = "".join(letter for letter in letters if letter in LETTERS)
+        yield (
+            f"{typed} has {' '.join(other)}, and layers are {' '.join(LETTERS)} (latent attention is * with "
+            f"--multi-latent-attention); nearest: {near or '*-'}"
+        )
+    elif len(letters) != layers:
+        yield f"{typed} has {len(letters)} letters for --num-layers {layers}; nearest: --num-layers {len(letters)}"
+    elif not {*letters} & {letter for letter, (mixer, _) in LETTERS.items() if mixer != NOTHING}:
+        yield f"{typed} has no layer that mixes tokens; add M, G or *"
+    if "E" in letters and model.num_experts is None:
+        yield f"{typed} has layers of experts, E, and there are none; add --num-experts, or take - for an MLP"
+    if model.num_experts is not None and "E" not in letters:
+        yield f"--num-experts {model.num_experts}: {typed} gives no layer these experts; add E, or leave them out"
+    if model.parallel_block:
+        yield f"--transformer-block-type {block} has two branches side by side, and {typed} one; nearest: sequential"
+
+
 def frequencies(model: ModelConfig) -> Iterator[str]:
     """Report lists of layers that do not have a number for each layer, or other ones than 0 and 1."""
     for name in MARKS:
@@ -87,6 +111,15 @@ def frequencies(model: ModelConfig) -> Iterator[str]:
             yield f"{typed} lists layers by 0 and 1, got {show(tuple(other))}"
         elif name == "moe_layer_freq" and model.num_experts is not None and not any(listed):
             yield f"{typed} gives no layer the {model.num_experts} experts; nearest: 1, or no --num-experts either"
+
+
+def further(model: ModelConfig) -> Iterator[str]:
+    """Report learned positions with layers that predict further tokens, as Megatron does: each would need its own."""
+    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
+        yield (
+            f"--mtp-num-layers {model.mtp_num_layers} does not go with --position-embedding-type learned_absolute; "
+            "nearest: --position-embedding-type rope"
+        )
 
 
 def experts(model: ModelConfig) -> Iterator[str]:
@@ -173,7 +206,7 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
     """
     shared, copied = _shared(model)
     sizes = {**shared, **{flag: count for flag, count in copied.items() if count >= tp}}
-    if model.num_experts is None or {*model.moe_layer_freq} != {1}:  # some layer has an MLP
+    if DENSE in feed_forwards(model):
         sizes["--ffn-hidden-size"] = model.ffn_hidden_size
     if model.num_experts is not None and model.moe_shared_expert_intermediate_size is not None:
         sizes["--moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
@@ -215,11 +248,12 @@ def context_parallel(
 ) -> Iterator[str]:
     """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly, and mixers without
     heads, whose state none of all ``size`` ranks hands on."""
-    if size > 1 and any(mixer.heads is None for mixer in mixers_of(model)):
-        yield (
-            f"--context-parallel-size {size} does not go with --experimental-attention-variant "
-            f"{model.experimental_attention_variant}, whose state goes through whole samples; nearest: 1"
-        )
+    if stateful := [name for name in mixers(model) if MIXERS[name](model).heads is None]:
+        if size > 1:
+            yield (
+                f"--context-parallel-size {size} does not go with layers of {' and '.join(stateful)}, whose state "
+                "goes through whole samples; nearest: 1"
+            )
         return
     legal, (shared, copied) = head_shares(model, tp), _shared(model)
     if ranks in legal or min(shared.values()) < tp:  # that is reported elsewhere
@@ -243,7 +277,7 @@ def _of_mixer(name: str, rule: Rule) -> Rule:
 # Of any decoder.
 RULES: tuple[Rule, ...] = (
     *(_of_mixer(name, rule) for name, mixer in MIXERS.items() for rule in mixer.rules),
-    *(rotary, mlp, frequencies, experts),
+    *(rotary, mlp, pattern, frequencies, further, experts),
 )
 
 

@@ -10,8 +10,10 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from megazero.config.model.mixers import MIXERS, MixerOptions
+from megazero.config.model.parameters import TWO_BRANCHES
 from megazero.config.options.fields import ORDER, UPDATE, option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
+from megazero.families.layer_kinds import NOTHING, LayerKind
 
 # What an MLP may have instead of GELU behind one matrix, of which it has one.
 ACTIVATIONS = ("squared_relu", "xielu", "geglu", "quick_geglu", "swiglu")
@@ -22,13 +24,20 @@ GATED = "swiglu or geglu or quick_geglu: a gated MLP (--swiglu, --geglu or --qui
 EXPERTS = "num_experts > 1"
 ROPE = "position_embedding_type = rope"
 OWN_FACTOR = "not rotary_attention_factor: the computed attention factor (no --rotary-attention-factor)"
-# The norms of a layer, in the order of use.
+# The norms of a layer's mixer and of its feed-forward, in the order of use.
 LAYER_NORMS = {
-    "sequential": ("input_norm", "mlp_norm"),
-    "parallel": ("input_norm",),
-    "parallel-two-norms": ("input_norm", "mlp_norm"),
-    "output-norm": ("attention_output_norm", "mlp_output_norm"),
-    "sandwich": ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
+    "sequential": (("input_norm",), ("mlp_norm",)),
+    "parallel": (("input_norm",), ()),
+    "parallel-two-norms": (("input_norm",), ("mlp_norm",)),
+    "output-norm": (("attention_output_norm",), ("mlp_output_norm",)),
+    "sandwich": (("input_norm", "attention_output_norm"), ("mlp_norm", "mlp_output_norm")),
+}
+
+
+# What a layer that predicts a further token has more than others, and its names in checkpoints.
+FURTHER_NAMES = {
+    **{name: name for name in ("enorm", "hnorm", "eh_proj")},
+    "output_norm": "shared_head.norm",
 }
 
 
@@ -194,7 +203,9 @@ class ModelConfig(MixerOptions):
         small=6,
     )
     moe_layer_freq: tuple[int, ...] = option(
-        (1,), "layers with experts: the first of every N, or a number per layer, 1 for one with experts"
+        (1,),
+        "layers with experts: the first of every N, or a number per layer, 1 for one with experts",
+        needs=TWO_BRANCHES,
     )
     moe_ffn_hidden_size: int | None = option(None, "width of an expert (default: --ffn-hidden-size)", low=1)
     moe_router_topk: int = option(2, "experts that a token goes to", low=1, small=3)
@@ -240,6 +251,12 @@ class ModelConfig(MixerOptions):
         "the shared experts' output is multiplied by the sigmoid of a score of the token",
         needs="moe_shared_expert_intermediate_size",
     )
+    mtp_num_layers: int = option(
+        0,
+        "layers behind the last one, of its kind, each of which predicts one more token ahead in training, of the "
+        "output of the layer before it and of the embedding of the token that this one predicts (DeepSeek-V3)",
+        low=0,
+    )
     attention_dropout: float = option(
         0.0, "dropout of attention probabilities (by family)", low=0, below=1, resume=UPDATE
     )
@@ -251,6 +268,17 @@ class ModelConfig(MixerOptions):
         128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1, small=8
     )
     pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
+
+    @property
+    def all_layers(self) -> range:
+        """Return the numbers of the layers, and of those behind them that predict further tokens."""
+        return range(self.num_layers + self.mtp_num_layers)
+
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """Tell whether a pipeline's first and last stage both need the embedding: as the head, or for further
+        tokens."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers > 0
 
     @property
     def vocabulary(self) -> int:
@@ -289,6 +317,11 @@ class ModelConfig(MixerOptions):
         """Return how many of the first channels of a head are turned by rotary positions."""
         return int(self.kv_channels * self.rotary_percent)
 
+    def norms_of(self, kind: LayerKind) -> tuple[str, ...]:
+        """Return the norms of a layer, in the order of use: those of the branches that it has."""
+        branches = zip((kind.mixer, kind.feed_forward), LAYER_NORMS[self.transformer_block_type], strict=True)
+        return tuple(norm for branch, norms in branches if branch != NOTHING for norm in norms)
+
     def padded_vocab_size(self, tp: int) -> int:
         """Return pad_vocab_size_to if it is given.
 
@@ -303,10 +336,14 @@ class ModelConfig(MixerOptions):
     def tensor_names(self) -> TensorNames:
         """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's.
 
-        Modules of a mixer that these do not name have its own names.
+        Modules of a mixer that these do not name have its own names, those of further tokens DeepSeek-V3's.
         """
-        usual = {module: there for mixer in MIXERS.values() for module, there in mixer.names.items()}
-        return replace(self.family_names, layer={**usual, **self.family_names.layer})
+        own, layer, groups = self.family_names, dict[str, Any](), dict[str, str]()
+        for mixer in MIXERS.values():
+            layer |= mixer.names
+            groups |= mixer.groups
+        layer |= FURTHER_NAMES
+        return replace(own, layer={**layer, **own.layer}, groups={**groups, **own.groups})
 
     @property
     def family_names(self) -> TensorNames:
@@ -338,6 +375,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
         derived |= {"rotary_scaling_factor": 1.0, "rotary_original_max_position": 4096}
     if done.get("use_mup"):
         derived |= _of_mup({**derived, **done})
+    if done.get("hybrid_layer_pattern"):
+        derived["num_layers"] = len(done["hybrid_layer_pattern"])
     if hidden:
         derived["ffn_hidden_size"] = (
             family.swiglu_width(hidden) if family and done.get("swiglu") else 4 * hidden

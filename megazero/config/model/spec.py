@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megazero.config.model.mixers import MIXERS, Mixer
 from megazero.config.model.parameters import ParameterSpec, column, norm, row
-from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.families.layer_kinds import LayerKind, layer_kinds
+from megazero.config.model.section import ModelConfig
+from megazero.families.layer_kinds import DENSE, EXPERTS, NOTHING, LayerKind, layer_kinds
 from megazero.pp.partition import StageSpec
 from megazero.products import fits_fp8
 
@@ -159,8 +159,15 @@ class ModelSpec:
     @cached_property
     def head(self) -> ModuleSpec:
         c = self.config
-        parameters = (replace(_words(c, "weight"), multiplies=True), *norm(c, "norm"))
-        return ModuleSpec(HEAD, parameters, inputs=c.hidden_size, outputs=0)
+        weight = replace(_words(c, "weight"), tied=not c.untie_embeddings_and_output_weights, multiplies=True)
+        # It projects every prediction, and calls the embedding for all but the first.
+        inputs, outputs = self.predictions * c.hidden_size, c.mtp_num_layers * c.hidden_size
+        return ModuleSpec(HEAD, (weight, *norm(c, "norm")), inputs, outputs)
+
+    @property
+    def predictions(self) -> int:
+        """How many tokens ahead training predicts."""
+        return 1 + self.config.mtp_num_layers
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -169,8 +176,9 @@ class ModelSpec:
         Layers of one kind have the same parameters and sizes; windows and rotary positions may differ.
         """
         places: dict[LayerSpec, list[int]] = {}
-        for choices, numbers in _by_choices(self.config).items():
+        for (choices, further), numbers in _by_choices(self.config).items():
             layer = _layer(self.config, choices)
+            layer = _further(self.config, layer) if further else layer
             own = tuple(p.dealt(self.ep) for p in layer.parameters)
             places.setdefault(replace(layer, parameters=own), []).extend(numbers)
         first, *others = (replace(each, places=tuple(sorted(numbers))) for each, numbers in places.items())
@@ -178,9 +186,9 @@ class ModelSpec:
 
     @cached_property
     def by_place(self) -> tuple[LayerSpec, ...]:
-        """The kind of every layer."""
+        """The kind of every layer, those that predict further tokens included."""
         kinds = {place: kind for kind in self.layers for place in kind.places}
-        return tuple(kinds[i] for i in range(self.config.num_layers))
+        return tuple(kinds[i] for i in self.config.all_layers)
 
     @cached_property
     def modules(self) -> Mapping[str, ModuleSpec]:
@@ -198,7 +206,8 @@ class ModelSpec:
         return sum(len(kind.places) * (kind.multiply_adds + kind.mixer.work.token) for kind in self.layers)
 
     def of_stage(self, stage: StageSpec) -> Iterator[tuple[str, ModuleSpec]]:
-        """Yield the modules of a pipeline stage with their names, in the order of use."""
+        """Yield the modules of a pipeline stage with their names, in the order of use. What the head calls of others
+        counts as its own."""
         if stage.embedding:
             yield EMBEDDING, self.embedding
         yield from ((f"layers.{i}", self.by_place[i]) for i in stage.layers)
@@ -207,8 +216,9 @@ class ModelSpec:
 
     def held(self, stages: Iterable[StageSpec]) -> dict[str, ParameterSpec]:
         """Return the parameters of stages by name, in the order of ``named_parameters``: tied ones once."""
-        named: dict[str, ParameterSpec] = {}
-        for name, module in (pair for stage in stages for pair in self.of_stage(stage)):
+        stages, named = list(stages), dict[str, ParameterSpec]()
+        first = [(EMBEDDING, self.embedding)] * any(stage.embeds for stage in stages)
+        for name, module in (*first, *(pair for stage in stages for pair in self.of_stage(stage))):
             embedded = name == HEAD and any(p.tied for p in named.values())
             named |= {f"{name}.{p.name}": p for p in module.parameters if not (p.tied and embedded)}
         return named
@@ -216,7 +226,7 @@ class ModelSpec:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """All parameters by name."""
-        return self.held([StageSpec(0, 0, range(self.config.num_layers), True, True)])
+        return self.held([StageSpec(0, 0, self.config.all_layers, True, True, self.config.mtp_num_layers)])
 
 
 @lru_cache(maxsize=64)
@@ -236,7 +246,7 @@ def padded_spec(config: ModelConfig, tp: int, ep: int = 1) -> ModelSpec:
 
 
 def _words(c: ModelConfig, name: str) -> ParameterSpec:
-    shape, tied = (c.vocabulary, c.hidden_size), not c.untie_embeddings_and_output_weights
+    shape, tied = (c.vocabulary, c.hidden_size), c.embeds_at_both_ends
     return ParameterSpec(name, shape, 0, std=c.init_method_std, vocabulary=True, tied=tied)
 
 
@@ -248,17 +258,19 @@ def _positions(c: ModelConfig) -> Iterator[ParameterSpec]:
 # -- layers ----------------------------------------------------------------------------------------------
 
 
-def _by_choices(c: ModelConfig) -> dict[LayerKind, list[int]]:
-    found: dict[LayerKind, list[int]] = {}
-    for index, choices in enumerate(layer_kinds(c)):
-        found.setdefault(choices, []).append(index)
+def _by_choices(c: ModelConfig) -> dict[tuple[LayerKind, bool], list[int]]:
+    """Return the numbers of layers by what they choose, and whether they predict further tokens."""
+    found: dict[tuple[LayerKind, bool], list[int]] = {}
+    for index, choices in enumerate(layer_kinds(c, c.all_layers)):
+        found.setdefault((choices, index >= c.num_layers), []).append(index)
     return found
 
 
 def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     """Describe a layer (models/layer.py). Its parameters are in the order of ``named_parameters``."""
-    norms, h = LAYER_NORMS[c.transformer_block_type], c.hidden_size
-    mixer, mlp = MIXERS[choices.mixer](c), _experts(c) if choices.experts else _mlp(c)
+    norms, h = c.norms_of(choices), c.hidden_size
+    mixer, mlp = MIXERS[choices.mixer](c), FEED_FORWARDS[choices.feed_forward](c)
+    mixes, feeds = (int(branch != NOTHING) for branch in (choices.mixer, choices.feed_forward))
     blocks = (
         ("input_norm", mixer.parameters()),
         ("attention_output_norm", ()),
@@ -268,12 +280,12 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     parameters = tuple(
         p for name, block in blocks for p in (*(norm(c, name) if name in norms else ()), *block)
     )
-    # The input of each norm and of attention and MLP.
-    streams = max(4, 2 + len(norms))
+    # The input of each norm and of each branch.
+    streams = max(2 * (mixes + feeds), mixes + feeds + len(norms))
     # The mixer has linears that ranks share, and the MLP, of experts the shared ones.
     shared = c.moe_shared_expert_intermediate_size is not None
     last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
-    reads_output = c.hidden_dropout > 0 or "mlp_output_norm" in norms
+    reads_output = c.hidden_dropout > 0 or norms[-1].endswith("output_norm")
     # What nothing reads is not computed again.
     read = reads_output or (choices.experts and (shared or c.add_bias_linear))
     again = [
@@ -283,20 +295,20 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     ]
     # The inputs of MLP and of its output's norm; of a parallel block it keeps the residual instead, too.
     inside = h * (("mlp_norm" in norms) + ("mlp_output_norm" in norms) - c.parallel_block)
-    sums = int(not choices.experts or shared)
+    sums = feeds * int(not choices.experts or shared)
     return LayerSpec(
         LAYER,
         parameters,
         inputs=mixer.work.taken + h * sums,
-        outputs=h + h * sums,
-        moved=Elements(10 * h, mixer.work.moved + mlp.moved),
+        outputs=h * mixes + h * sums,
+        moved=Elements(5 * h * (mixes + feeds), mixer.work.moved + mlp.moved),
         kept=Elements(streams * h + mixer.work.latents, mixer.work.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         mixer=mixer,
         fed=Fed(
             sums,
             sum(p.multiply_adds for p in again),
-            moved=Elements(5 * h, mlp.moved),
+            moved=Elements(5 * h * feeds, mlp.moved),
             kept=Elements(inside, mlp.kept),
         ),
         experts=choices.experts,
@@ -305,12 +317,26 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     )
 
 
+def _further(c: ModelConfig, layer: LayerSpec) -> LayerSpec:
+    """Describe such a layer that predicts a further token (models/multi_token.py)."""
+    h = c.hidden_size
+    projection = column(c, "eh_proj", h, bias=False, cut=None, columns=2 * h)
+    own = (*norm(c, "enorm"), *norm(c, "hnorm"), *projection, *norm(c, "output_norm"))
+    # The inputs of three norms and of the projection, of which the norms' outputs are copied.
+    return replace(
+        layer,
+        parameters=(*layer.parameters, *own),
+        moved=layer.moved._replace(stream=layer.moved.stream + 12 * h),
+        kept=layer.kept._replace(stream=layer.kept.stream + 5 * h),
+    )
+
+
 class Block(NamedTuple):
     """An MLP: its parameters, and the inner elements of a token that are moved, kept, and gradients."""
 
-    parameters: tuple[ParameterSpec, ...]
-    moved: int
-    kept: int
+    parameters: tuple[ParameterSpec, ...] = ()
+    moved: int = 0
+    kept: int = 0
     gradients: int = 0
 
 
@@ -345,7 +371,7 @@ def _experts(c: ModelConfig) -> Block:
     weight = ParameterSpec("mlp.router.weight", (count, h), std=c.matrix_std, multiplies=True)
     bias = replace(weight, name="mlp.router.bias", shape=(count,), multiplies=False)
     router = (weight, bias) if c.add_bias_linear else (weight,)
-    beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block((), 0, 0)
+    beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block()
     gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.matrix_std, multiplies=True)
     gated = (gate,) if shared and c.moe_shared_expert_gate else ()
     # Rows are laid out by expert, and by token and added: 5 h elements of each in a forward, 8 h in a backward, which
@@ -363,11 +389,19 @@ def _experts(c: ModelConfig) -> Block:
     )
 
 
+FEED_FORWARDS: Mapping[str, Callable[[ModelConfig], Block]] = {
+    DENSE: _mlp,
+    EXPERTS: _experts,
+    NOTHING: lambda c: Block(),
+}
+
+
 def router_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map the names of the routers' biases to their shapes. They are fp32 and no parameters: steps count for them."""
     if config.num_experts is None or not config.moe_router_enable_expert_bias:
         return {}
-    name, kinds = "layers.{}.mlp.router.e_score_correction_bias", enumerate(layer_kinds(config))
+    kinds = enumerate(layer_kinds(config, config.all_layers))
+    name = "layers.{}.mlp.router.e_score_correction_bias"
     return {name.format(i): (config.num_experts,) for i, kind in kinds if kind.experts}
 
 
@@ -398,6 +432,8 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
 
         6 T [sum over layers of n + h V] + 3 sum over layers of m sum(length^2 - (length - window)^2)
 
+    With layers that predict further tokens h V counts once for each, too.
+
     The last term is 0 in a layer without a window, or with a longer one. Here n are the multiply-adds of one token in
     a layer's matrices and in a state of its mixer, m those of two tokens in its mixer and V the padded vocabulary.
     A multiply-add counts as 2 operations, and the backward as twice the forward.
@@ -405,7 +441,7 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
     This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
     """
     lengths, spec = list(sequence_lengths), model_spec(config)
-    dense = spec.multiply_adds + config.hidden_size * config.padded_vocab_size(tp_size)
+    dense = spec.multiply_adds + spec.predictions * config.hidden_size * config.padded_vocab_size(tp_size)
     pairs = 0
     for kind in spec.layers:
         windows = Counter(choices.window for choices in layer_kinds(config, kind.places))

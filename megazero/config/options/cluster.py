@@ -181,7 +181,8 @@ class MeasuredLayer:
 class Cluster:
     """Nodes of equal ranks, with what was measured on them (empty where nothing was).
 
-    above: the levels between node and cluster by the link between them ('inter_rack'), the lowest first.
+    above: the levels between node and cluster by the link between them ('inter_rack'), the lowest first. between: the
+    link to other clusters like this, where it is a ``part``.
     """
 
     name: str
@@ -195,6 +196,7 @@ class Cluster:
     cores: Cores | None = None
     above: Mapping[str, InterLevel] = field(default_factory=dict, hash=False)
     rates: str = DATA_SHEET
+    between: InterNode | InterLevel | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError if nodes do not divide into the racks, or these into the sites."""
@@ -231,6 +233,21 @@ class Cluster:
     def slow_link(self) -> InterNode | InterLevel:
         """Return the slowest kind of link that there is: that between the parts of the highest level."""
         return self.above.get(self.levels[-1].link, self.inter_node)
+
+    def part(self, count: int) -> Cluster:
+        """Return one of so many equal parts, which its slowest kind of link joins."""
+        above = {
+            link: replace(level, parts=level.parts // count)
+            for link, level in self.above.items()
+            if level.parts % count == 0 and level.parts > count
+        }
+        return replace(self, nodes=self.nodes // count, above=above, between=self.slow_link)
+
+    def met_seconds(self, received: float) -> float:
+        """Return the seconds in which every rank gets so many bytes from clusters like this."""
+        link = self.between or self.slow_link
+        ranks = self.ranks_per_node if isinstance(link, InterNode) else self.world_size
+        return 2e-6 * link.latency_us + received * ranks * 8e-9 / (link.gbits_per_s * link.efficiency)
 
     def with_slow_link(self, gbits_per_s: float, delay_ms: float) -> Cluster:
         """Return it with another rate of that link, so much more latency, and nothing measured over it."""

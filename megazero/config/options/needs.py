@@ -1,7 +1,7 @@
 """What an option needs to have an effect: the words of ``option(..., needs=...)``, and of a class's ``NEEDS``.
 
 A need is 'name' or 'name: words for people'. The name is that of an option, or of a fact (validate.py: facts). A need
-holds where the option is set ('save', 'not finetune') or has a value ('outer_interval > 0', 'optimizer = adamw|muon',
+holds where the option is set ('save', 'not finetune') or has a value ('outer_bits < 32', 'optimizer = adamw|muon',
 'lr_decay_style != constant'); an option without a value meets no comparison. Of needs with 'or' between them one is
 enough. An error names the first need of an option that is not met.
 """

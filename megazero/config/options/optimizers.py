@@ -7,7 +7,7 @@ which zero/elementwise.py checks by running it, or by matrix (zero/by_matrix.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -117,24 +117,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
 )
 IMPLEMENTATIONS = tuple(OPTIMIZERS["adamw"].factories)
 NEWTON_SCHULZ_STEPS = 5  # of muon, as in zero/by_matrix.py, which needs torch; a test keeps the two equal
-SMALL_MOMENTS = ("auto", "triton")  # the implementations that keep moments in fewer bits
-
-
-@dataclass(frozen=True)
-class MomentDtype:
-    """What a moment of an element takes, in bytes: in memory, and in a checkpoint. None: as a master weight.
-
-    block: how many elements share a scale. kernels/moments.py has the formats: INT8 has a scale of 2 bytes a block.
-    """
-
-    held: float | None = None
-    stored: int | None = None
-    block: int = 1
-
-
-MOMENT_DTYPES: Mapping[str, MomentDtype] = MappingProxyType(
-    {"fp32": MomentDtype(), "bf16": MomentDtype(2, 2), "int8": MomentDtype(1 + 2 / 128, 4, 128)}
-)
+SMALL_MOMENTS = ("auto", "triton")  # the implementations that keep moments in bf16
+# The bytes that a moment of an element takes, by what it is kept in. None: as many as a master weight.
+MOMENT_DTYPES: Mapping[str, int | None] = MappingProxyType({"fp32": None, "bf16": 2})
 # Factor of peak - minimum in [0, 1] at progress r of the decay, by the style's name.
 FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -209,8 +194,7 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     exp_avg_dtype: str = option(
         "fp32",
-        "dtype of the stored first moment: fp32 (fp64 with --fp64), bf16, or int8, its roots in blocks of 128; bf16 "
-        "and int8 are rounded at random, without bias",
+        "dtype of the stored first moment: fp32 (fp64 with --fp64), or bf16, rounded at random, without bias",
         choices=tuple(MOMENT_DTYPES),
     )
     exp_avg_sq_dtype: str = option("fp32", "dtype of the stored second moment", choices=tuple(MOMENT_DTYPES))
@@ -278,25 +262,9 @@ class OptimizerConfig:
 
         matrices: the share of the elements that are of the layers' matrices.
         """
-        return self._bytes_of(master, [each.held for each in self._moments], matrices)
-
-    @property
-    def moment_block(self) -> int:
-        """Return the number of elements that slices are whole multiples of, so that none cuts a moment's block."""
-        return max([1, *(each.block for each in self._moments)])
-
-    def stored_moment_bytes(self, master: int, matrices: float = 0.0) -> float:
-        """Return the same in a checkpoint."""
-        return self._bytes_of(master, [each.stored for each in self._moments], matrices)
-
-    def _bytes_of(self, master: int, widths: Sequence[float | None], matrices: float) -> float:
-        """Return the mean bytes of moments of these widths; None is the master's, which matrices' moments have."""
-        others = sum(master if width is None else width for width in widths)
-        of_matrices = OPTIMIZERS[self.optimizer].matrix_moments
-        return others if of_matrices is None else (1 - matrices) * others + matrices * of_matrices * master
-
-    @property
-    def _moments(self) -> list[MomentDtype]:
         own = OPTIMIZERS[self.optimizer]
-        said = [MOMENT_DTYPES[getattr(self, name)] for name in own.moment_dtypes]
-        return said + [MomentDtype()] * (own.moments - len(said))
+        said = [MOMENT_DTYPES[getattr(self, name)] or master for name in own.moment_dtypes]
+        others = sum(said) + master * (own.moments - len(said))
+        if own.matrix_moments is None:
+            return others
+        return (1 - matrices) * others + matrices * own.matrix_moments * master

@@ -19,6 +19,7 @@ BITS = (8, 4, 2)
 BITS_OF_GRADIENTS = (8, 4)
 BITS_OF_KEYS = (8,)
 OUTER_BITS = (32, 16, *BITS)
+TOPK = "topk"  # of --outer-format
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "mlp", "full")
@@ -85,7 +86,7 @@ class ParallelConfig:
         "own. int8: rows and output gradients cross nodes in 8 bits; return trips are exact",
         choices=DISPATCH,
         strict=True,
-        needs="expert_model_parallel_size > 1 or elastic: --expert-model-parallel-size above 1",
+        needs="expert_model_parallel_size > 1",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "layers of each stage, where a rank has several (interleaved schedule)", low=1, small=SHORT
@@ -257,18 +258,48 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """Outer steps across slow links (DiLoCo): replicas train apart and meet every so many steps.
+    """Outer steps across slow links (DiLoCo): replicas, each a launch of its own, train apart and meet.
 
     Everything else, tensor and pipeline parallelism and the sharding, is inside a replica.
     """
 
     STRICT: ClassVar[bool] = True
-    NEEDS: ClassVar = {"outer_": "outer_interval > 0"}
+    NEEDS: ClassVar = {"outer_": "outer_meet"}
 
-    outer_interval: int = option(
-        0, "steps that outer replicas train apart before they meet; 0: no replicas", low=0, small=2
+    outer_meet: str | None = option(
+        None,
+        "where replicas meet, each a launch of its own: HOST:PORT of `megazero meet`; or local:R, which starts R "
+        "replicas of --nproc-per-node ranks on this machine (default: no outer steps)",
     )
-    outer_replicas: int | None = option(None, "outer replicas, of whole nodes (default: one a node)", low=1)
+    outer_name: str | None = option(
+        None, "this replica's name, its own among those that meet (default: that of the host and the job)"
+    )
+    outer_secret_file: str | None = option(
+        None, "file of the secret by which replicas and the meeting point know each other, 16 bytes at least"
+    )
+    outer_ranks: int | None = option(
+        None,
+        "data-parallel ranks of the replica that has the most, a multiple of every other's (default: this one's)",
+        low=1,
+    )
+    outer_interval: int = option(
+        100, "steps that replicas train apart before they meet, of their own batches each", low=1, small=2
+    )
+    outer_least: int = option(
+        0,
+        "replicas without which nobody goes on (default: more than half of those that met last, or half with the "
+        "first of them by name)",
+        low=0,
+    )
+    outer_call: float = option(
+        10.0, "seconds after which one that waits calls the others, who come with what they have", low=0
+    )
+    outer_patience: float = option(
+        60.0, "seconds after which a meeting begins without those missing", above=0
+    )
+    outer_silence: float = option(
+        10.0, "seconds without a sign of life after which one is held for dead", above=0
+    )
     outer_optimizer: str = option(
         "nesterov",
         "rule that updates the weights of the last meeting by the replicas' mean difference to them: SGD with "
@@ -276,9 +307,27 @@ class OuterConfig:
         choices=OUTER_OPTIMIZERS,
     )
     outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0, needs=SGD)
+    outer_lr_decay_style: str = option(
+        "constant",
+        "the outer learning rate over the run: constant, or linear to --outer-min-lr by the samples of all replicas",
+        choices=("constant", "linear"),
+        needs=SGD,
+    )
+    outer_min_lr: float = option(
+        0.0, "outer learning rate at the end of a run", low=0, needs="outer_lr_decay_style = linear"
+    )
     outer_momentum: float = option(0.5, "momentum of the outer optimizer", low=0, below=1, needs=SGD)
+    outer_format: str = option(
+        "dense",
+        "what crosses of a difference: all of it in --outer-bits (dense); or the 64 largest of each 4,096 elements "
+        "in 2 bits, and 0.95 of the rest with the next ones (topk), for links below 0.5 Gb/s",
+        choices=("dense", TOPK),
+    )
     outer_bits: int = option(
-        32, "bits of a difference between replicas: 32 exact, 16 bf16, else quantised", choices=OUTER_BITS
+        32,
+        "bits of a difference between replicas: 32 exact, 16 bf16, else quantised",
+        choices=OUTER_BITS,
+        needs="outer_format = dense",
     )
     outer_rounding: str | None = option(
         None,
@@ -289,8 +338,8 @@ class OuterConfig:
     )
     outer_evaluation: str = option(
         "anchor",
-        "weights that are evaluated: anchor takes the synchronised weights, which are also exported; replica takes "
-        "those of the first replica, and an evaluation over R replicas takes R times as long",
+        "weights that are evaluated: anchor takes those of the last meeting, which are also exported; replica takes "
+        "this replica's own",
         choices=("anchor", "replica"),
     )
     outer_delay: int = option(
@@ -466,6 +515,13 @@ class TrainingConfig:
         "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
         "report the loss without it",
         low=0,
+        resume=UPDATE,
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1,
+        "weight of the mean loss of layers that predict further tokens. Evaluations report the loss without it",
+        above=0,
+        needs="mtp_num_layers > 0",
         resume=UPDATE,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(

@@ -1,4 +1,4 @@
-"""Iterations that are left out of the training, and when a spike ends it."""
+"""Iterations that are left out of the training."""
 
 from __future__ import annotations
 
@@ -9,34 +9,22 @@ from typing import ClassVar
 
 from megazero.config.options.fields import SHORT, Resume, option
 
-IN_A_ROW = 10  # iterations beyond a bound that make a spike; a run recovers from shorter ones
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
 class SkippingConfig:
-    """Iterations whose samples are consumed without an update, and what counts as a spike of the loss."""
+    """Iterations whose samples are consumed without an update."""
 
     STRICT: ClassVar[bool] = True
     SMALL: ClassVar = SHORT
     RESUME: ClassVar = Resume.BY_NAME
-    NEEDS: ClassVar = {"spike_": "stop_on_spike"}
 
     skip_train_iteration_range: tuple[str, ...] = option(
         (),
         "iterations to leave out, such as 101-200 251: their samples are consumed without an update, the learning "
         "rate's schedule waits, and what is due at one of them (an evaluation, a save) comes after the last",
         aliases=("iterations-to-skip",),
-    )
-    stop_on_spike: bool = option(
-        False,
-        "end the run when loss or gradient norm leave their usual range for ten iterations in a row; the error names "
-        "the flags that go back to before the spike and leave its samples out",
-        needs=("save or save_interval > 0: --save and --save-interval above 0", "save", "save_interval > 0"),
-    )
-    spike_loss_bound: float = option(0.5, "nats by which a spike's loss is above the usual one", above=0)
-    spike_norm_bound: float = option(
-        10.0, "times by which a spike's gradient norm (before clipping) is above the usual one", above=1
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from megazero.config.foreign.derived import DERIVED, EXPERT_TENSORS, MADE_OF, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
-from megazero.config.layout.outer import averages
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import (
     OF_BOTH,
@@ -31,7 +30,7 @@ from megazero.config.options.data_inputs import FILE_OPTIONS, PARTS, tokenizer_t
 from megazero.config.options.fields import Resume, section_of, show, stand_in, typed
 from megazero.config.options.needs import lacks
 from megazero.config.options.optimizers import of_schedule
-from megazero.config.options.sections import SINKHORN, OuterConfig, TrainingConfig, ZeroConfig
+from megazero.config.options.sections import SINKHORN, TrainingConfig, ZeroConfig
 from megazero.config.read.completion import (
     Completed,
     Completion,
@@ -75,6 +74,24 @@ def _loaded(values: Values, known: Known) -> Completed:
     # What is missing may stand in a folder that cannot be read.
     failed = [name for name in OF_MODEL if name not in completed] if unread else []
     return Completed(set_since(values, completed), notes, clashes, loaded, failed)
+
+
+def _pattern(values: Values, known: Known) -> Completed:
+    """Cut stages where a pattern of layers has bars, as Megatron does."""
+    pattern, said = values.get(PATTERN), values.get("pipeline_partition")
+    if pattern is None:
+        typed = [f"--{flag}" for flag in ("is-hybrid-model", "spec") if flag in known.said.accepted]
+        return Completed(
+            errors=[f"{flag} needs --hybrid-layer-pattern: which layers there are" for flag in typed]
+        )
+    if "|" not in pattern:
+        return Completed()
+    layers = ",".join(str(len(stage)) for stage in pattern.split("|"))
+    cut = {PATTERN: pattern.replace("|", ""), "pipeline_partition": layers}
+    if said not in (None, layers):
+        error = f"--pipeline-partition {said}: bars of --hybrid-layer-pattern {pattern} are {layers}; leave one out"
+        return Completed(cut, errors=[error])
+    return Completed(cut, [f"the bars of --hybrid-layer-pattern are --pipeline-partition {layers}"])
 
 
 def _groups(values: Values, known: Known) -> Completed:
@@ -199,18 +216,6 @@ def _formats(values: Values, known: Known) -> Completed:
         said = _changes(names, vars(was), vars(now))
         notes.append(f"the flags decide the format of gradients, which is not that of {path}: {said}")
     return Completed(kept, notes, loaded=kept)
-
-
-def _outer(values: Values, known: Known) -> Completed:
-    """At a resume, take the outer momentum from the checkpoint where the options give none: what it has summed up is
-    by that rule, and the default was 0.9 before 0.3.0."""
-    before, now = (section_of(OuterConfig, each) for each in (known.saved, values))
-    if "outer_momentum" in values or not (before.outer_interval and now.outer_interval):
-        return Completed()
-    momentum = before.outer_momentum
-    if momentum == now.outer_momentum or averages(before) or averages(now):
-        return Completed()
-    return Completed({"outer_momentum": momentum}, [f"from {known.path}: --outer-momentum {momentum:g}"])
 
 
 def _formats_of(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,6 +407,7 @@ FORMATS = (*OF_WEIGHTS, *OF_GRADIENTS, *OF_BOTH)
 UPDATES = tuple(
     opt.name for opt in all_options().values() if Resume.UPDATE in opt.resume and not of_schedule(opt.name)
 )
+PATTERN = "hybrid_layer_pattern"
 # Of Megatron's words, before and after the model is known.
 DERIVED_LENGTHS = Completion(complete_derived, (*DERIVED, *MADE_OF), (*DERIVED, *MADE_OF))
 LOADED = Completion(
@@ -414,6 +420,7 @@ GELU = Completion(_gelu, (*OF_MODEL, UNFUSED_GELU), ("openai_gelu", UNFUSED_GELU
 # The tokenizer and the data come last: they decide nothing else.
 COMPLETIONS = (
     DERIVED_LENGTHS,
+    Completion(_pattern, (PATTERN, "pipeline_partition"), (PATTERN, "pipeline_partition")),
     LOADED,
     Completion(_groups, ("num_query_groups", "num_attention_heads", "model_family")),
     CONDITIONS,
@@ -441,7 +448,6 @@ COMPLETIONS = (
         (*FORMATS, *ASKING, "zero_preset", "zero_params_lifetime", "loss_policy", "level_sizes"),
         FORMATS,
     ),
-    Completion(_outer, section_names("outer"), ("outer_momentum",)),
     Completion(
         _saving,
         (*ZERO_IS_OFF, "save", "save_retain_interval", "save_keep_last"),

@@ -29,7 +29,7 @@ _HERE = "the checkpoint's arguments"
 DECIDING: Mapping[str, Collection[Any]] = {
     **dict.fromkeys(
         (
-            "mtp_num_layers",
+            *("mtp_use_repeated_layer", "mtp_hsm"),
             "experimental_attention_variant",
             "linear_attention_type",
             "attention_output_gate",
@@ -102,12 +102,10 @@ class Arguments:
     """The options of a run.
 
     options: by megazero's names, those that were given; the command line's replace the checkpoint's.
-    gate_last: the gate is the second half of what the MLP projects up to, as in BLOOM's fork. notes: what is not
-    taken over, and why.
+    notes: what is not taken over, and why.
     """
 
     options: Mapping[str, Any]
-    gate_last: bool
     notes: tuple[str, ...]
 
 
@@ -129,7 +127,7 @@ def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Coll
     if errors := [*said.errors, *done.errors]:
         raise ConfigError(errors)
     left = tuple(f"not taken over: {each}" for each in _left_out(args))
-    return Arguments(options, bool(args.get("glu_activation")), (*said.notes, *notes, *left))
+    return Arguments(options, (*said.notes, *notes, *left))
 
 
 def _said(args: Mapping[str, Any]) -> dict[str, Any]:

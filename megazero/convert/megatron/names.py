@@ -12,6 +12,8 @@ from dataclasses import replace
 from megazero.config.model.mixers import MIXERS
 from megazero.families.family import TensorNames
 
+# What layers that predict further tokens have beside a layer.
+_FURTHER = ("enorm", "hnorm", "eh_proj")
 NAMES = TensorNames(
     model={
         "embedding.tokens": "embedding.word_embeddings",
@@ -33,14 +35,17 @@ NAMES = TensorNames(
         "mlp.shared_expert.up_proj": "mlp.shared_experts.linear_fc1",
         "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
         "mlp.shared_gate": "mlp.shared_experts.gate",
+        **{name: name for name in _FURTHER},
+        "output_norm": "final_layernorm",
     },
-    fused="groups",
+    groups={"self_attention.linear_qkv": "num_query_groups"},
     needs={
         "position_embedding_type": ("rope", "learned_absolute"),
         "qk_norm": ("none", "head"),
         "transformer_block_type": "sequential",
         "attention_output_gate": False,
         "experimental_attention_variant": None,
+        "single_branches": False,
     },
 )
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -56,6 +61,7 @@ _SPELLINGS = tuple(
         (r"\.mlp\.experts\.experts\.(?=\d)", ".mlp.experts."),
         (r"\.mlp\.router\.expert_bias$", ".mlp.router.e_score_correction_bias"),
         (r"\.mlp\.shared_experts\.gate_weight$", ".mlp.shared_experts.gate.weight"),
+        (r"^(mtp\.layers\.\d+)\.mtp_model_layer\.", r"\1.transformer_layer."),
     )
 )
 # What is no weight: states of the optimizer and of random generators, scales of fp8, frequencies of rotary positions.
@@ -74,9 +80,18 @@ def own_spelling(name: str) -> str | None:
     return name
 
 
-def names_of(gated: bool, gate_last: bool) -> TensorNames:
-    """Return the names of a model whose MLP has a gate, in the first half of a tensor or in the last, or none."""
-    halves = {"gate_proj": int(gate_last), "up_proj": int(not gate_last)}
+def behind(name: str, layers: int) -> str:
+    """Return the name of a tensor of ``NAMES`` in a model of so many layers, behind which others have their own."""
+    found = re.fullmatch(rf"{re.escape(NAMES.layer_prefix)}(\d+)\.(.*)", name)
+    if found is None or int(found[1]) < layers:
+        return name
+    inside = "" if found[2].startswith((*_FURTHER, "final_layernorm")) else "transformer_layer."
+    return f"mtp.layers.{int(found[1]) - layers}.{inside}{found[2]}"
+
+
+def names_of(gated: bool) -> TensorNames:
+    """Return the names of a model whose MLP has a gate, in the first half of a tensor, or none."""
+    halves = {"gate_proj": 0, "up_proj": 1}
     up = {role: tensor for role, tensor in NAMES.layer.items() if role.endswith(".up_proj")}
     fused = {
         role.replace("up_proj", half): (str(tensor), part)

@@ -57,7 +57,7 @@ class TorchDist:
                 f"'{path}' is stored as {backend}: torch_dist alone is read; load and save it with "
                 "Megatron's --ckpt-format torch_dist (or --ckpt-convert-format torch_dist)"
             )
-        description = read_metadata(path, foreign=True)
+        description = read_metadata(path)
         self.path = path
         self.saved: Mapping[str, Any] = _common(path, description)
         named = {stored_name(_KIND, name): tensor for name, tensor in description.tensors.items()}

@@ -20,7 +20,7 @@ from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import DataConfig
 from megazero.convert.megatron.arguments import Arguments, read_arguments
-from megazero.convert.megatron.names import EMBEDDING, HEAD, NAMES, names_of
+from megazero.convert.megatron.names import EMBEDDING, HEAD, NAMES, behind, names_of
 from megazero.convert.megatron.saved import arguments, find_iteration
 from megazero.convert.megatron.torch_dist import TorchDist, is_other_dcp, is_torch_dist
 from megazero.data.tokenizer import load_tokenizer
@@ -106,13 +106,15 @@ class MegatronWeights:
     def _parts(self) -> dict[str, list[tuple[Placement, Placement]]]:
         """Map each stored tensor to the places of its parameters, here and in Megatron's tensors."""
         whole, parts = TensorParallel(), dict[str, list[tuple[Placement, Placement]]]()
-        names = names_of(self.model.gated_mlp, self.arguments.gate_last)
+        layers, names = self.model.num_layers, names_of(self.model.gated_mlp)
         there = decoder_placements(self.model, whole, names)
         for role, places in decoder_placements(self.model, whole).items():
             for here, other in zip(places.parts, there[role].parts, strict=True):
-                parts.setdefault(here.name, []).append((here, other))
+                spelt = dataclasses.replace(other, name=behind(other.name, layers))
+                parts.setdefault(here.name, []).append((here, spelt))
         for role, here in bias_placements(self.model).items():
-            parts[here.name] = [(here, dataclasses.replace(here, name=names.stored(role)[0]))]
+            name = behind(names.stored(role)[0], layers)
+            parts[here.name] = [(here, dataclasses.replace(here, name=name))]
         return parts
 
     def _check_tensors(self) -> None:

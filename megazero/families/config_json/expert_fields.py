@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.families.config_json.field_groups import chosen
 from megazero.families.config_json.huggingface import Config, FieldGroup
+from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.families.layer_kinds import frequency_of, layer_kinds
 
 TOPK = {"moe_router_topk": "num_experts_per_tok"}
@@ -81,6 +82,11 @@ EVERY_LAYER = FieldGroup((), _read_every, lambda options: {"intermediate_size": 
 
 
 def _read_deepseek(config: Config) -> dict[str, Any]:
+    return {**by_sigmoids(config), **_beside_experts(config)}
+
+
+def by_sigmoids(config: Config) -> dict[str, Any]:
+    """Return the options of a router that chooses by sigmoids with a bias, in groups."""
     topk = config["num_experts_per_tok"] or 0
     if bool(config["norm_topk_prob"]) != (topk > 1):
         raise ValueError(
@@ -89,7 +95,7 @@ def _read_deepseek(config: Config) -> dict[str, Any]:
         )
     return {
         **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        **_beside_experts(config),
+        **_scaled(config),
         **_groups(config, topk, best=2),
     }
 
@@ -104,22 +110,27 @@ def _read_deepseek_v2(config: Config) -> dict[str, Any]:
         )
     return {
         **{"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
+        **_scaled(config),
         **_beside_experts(config),
         **(_groups(config, config["num_experts_per_tok"] or 0, best=1) if method != "greedy" else {}),
     }
 
 
 def _beside_experts(config: Config) -> dict[str, Any]:
-    """Return the options of shared experts, dense layers and the factor of probabilities."""
+    """Return the options of shared experts and of dense layers."""
     layers, dense = config.get("num_hidden_layers") or 0, config["first_k_dense_replace"]
-    shared, factor = config["n_shared_experts"], config.get("routed_scaling_factor", 1.0)
+    shared = config["n_shared_experts"]
     if not shared:
         raise ValueError(f"n_shared_experts = {shared!r} is not supported (only above 0)")
     return {
-        "moe_router_topk_scaling_factor": None if factor == 1 else factor,
         "moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"],
         **_in_layers([i >= dense for i in range(layers)]),
     }
+
+
+def _scaled(config: Config) -> dict[str, Any]:
+    factor = config.get("routed_scaling_factor", 1.0)
+    return {"moe_router_topk_scaling_factor": None if factor == 1 else factor}
 
 
 def _write_deepseek_v2(options: Any) -> dict[str, Any]:
@@ -129,13 +140,20 @@ def _write_deepseek_v2(options: Any) -> dict[str, Any]:
 
 
 def _write_deepseek(options: Any) -> dict[str, Any]:
-    shared, kept = options.moe_shared_expert_intermediate_size, options.moe_router_group_topk
+    shared = options.moe_shared_expert_intermediate_size
     experts = [kind.experts for kind in layer_kinds(options)]
+    return {
+        **write_sigmoids(options),
+        **({} if shared is None else {"n_shared_experts": shared // options.expert_width}),
+        "first_k_dense_replace": [*experts, True].index(True),
+    }
+
+
+def write_sigmoids(options: Any) -> dict[str, Any]:
+    kept = options.moe_router_group_topk
     return {
         "n_routed_experts": options.num_experts or 0,
         "moe_intermediate_size": options.expert_width,
-        **({} if shared is None else {"n_shared_experts": shared // options.expert_width}),
-        "first_k_dense_replace": [*experts, True].index(True),
         "norm_topk_prob": options.moe_router_topk > 1,
         "routed_scaling_factor": options.moe_router_topk_scaling_factor or 1.0,
         "n_group": options.moe_router_num_groups if kept else 1,
@@ -157,6 +175,8 @@ DEEPSEEK_COUNT = {
     **TOPK,
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
+# Of families whose layers behind the last one predict further tokens.
+FURTHER, NO_FURTHER = {"mtp_num_layers": MORE_TOKENS}, {"mtp_num_layers": 0}
 OTHER_DEEPSEEK_COUNT = {"num_local_experts": "n_routed_experts"}
 
 

@@ -152,7 +152,7 @@ class HuggingFace:
         for name in accept:
             if name not in config and name != MORE_TOKENS:  # tensors may tell of such layers alone
                 yield f"there is no field {name} to accept"
-            elif name in self.read_fields:
+            elif name in self.read_fields and name != MORE_TOKENS:
                 yield f"{name} is read, so it cannot be set aside"
 
     def _unknown(self, config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.config_json.missing import EXPERTS, LATENT, LINEAR, part_of
+from megazero.families.config_json.missing import EXPERTS, LATENT, LINEAR, STATE_SPACE, part_of
 
 # Such layers stand behind the model's own. Their tensors are left out only where this field is set aside.
 MORE_TOKENS = "num_nextn_predict_layers"
@@ -142,6 +142,6 @@ def refusal(name: str) -> str:
     if part := part_of(name):
         reasons.append(
             f"is of {part}, which "
-            f"{'this family' if part in (EXPERTS, LATENT, LINEAR) else 'the decoder'} does not have"
+            f"{'this family' if part in (EXPERTS, LATENT, LINEAR, STATE_SPACE) else 'the decoder'} does not have"
         )
     return reasons[0] if reasons else "is not known here, and may change what the model computes"

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.model.mixers.gated_delta_net import CHUNK
 from megazero.config.model.section import ModelConfig
 from megazero.cp import ContextParallel
 from megazero.models.dropout import Key
 from megazero.models.layer import recomputed
+from megazero.models.mixers.chunks import CausalConvolution, chunked, decays, joined, wide
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import LayerTables
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
@@ -46,8 +46,10 @@ class GatedDeltaNet(nn.Module):
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(tp.share(heads, "linear_num_value_heads"), **factory)) for _ in range(2)
         )
-        self.in_proj_qkvz = ColumnParallelLinear(h, 2 * (key + value), tp, bias=False, **factory)
-        self.in_proj_ba = ColumnParallelLinear(h, 2 * heads, tp, bias=False, **factory)
+        self.in_q, self.in_k, self.in_v, self.in_z, self.in_b, self.in_a = (
+            ColumnParallelLinear(h, rows, tp, bias=False, **factory)
+            for rows in (key, key, value, value, heads, heads)
+        )
         self.q_conv, self.k_conv, self.v_conv = (
             CausalConvolution(tp.share(size, "channels"), kernel, **factory) for size in (key, key, value)
         )
@@ -58,14 +60,11 @@ class GatedDeltaNet(nn.Module):
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         c, starts = self.config, tables.attention.made
         width, values = c.linear_key_head_dim, c.linear_value_head_dim
-        linears = [(self.in_proj_qkvz.weight, None), (self.in_proj_ba.weight, None)]
-        qkvz, ba = column_parallel(x, linears, self.tp)
-        shared = c.linear_num_value_heads // c.linear_num_key_heads  # values of a key
-        qkvz, ba = (y.unflatten(-1, (self.k_conv.channels // width, -1)) for y in (qkvz, ba))
-        q, k, v, z = qkvz.split((width, width, shared * values, shared * values), -1)
-        b, a = (y.flatten(2).to(wide(y)) for y in ba.split(shared, -1))
+        linears = (self.in_q, self.in_k, self.in_v, self.in_z, self.in_b, self.in_a)
+        q, k, v, z, b, a = column_parallel(x, [(m.weight, None) for m in linears], self.tp)
+        b, a = (y.to(wide(y)) for y in (b, a))
         q, k, v = (
-            F.silu(convolve(y.flatten(2), starts)).unflatten(-1, (-1, each))
+            F.silu(convolve(y, starts)).unflatten(-1, (-1, each))
             for y, convolve, each in (
                 (q, self.q_conv, width),
                 (k, self.k_conv, width),
@@ -76,33 +75,8 @@ class GatedDeltaNet(nn.Module):
         mixed = (q, k, v, decay, b.sigmoid(), starts)
         again = self.recompute == "selective" and torch.is_grad_enabled()
         out = recomputed(gated_delta_rule, *mixed) if again else gated_delta_rule(*mixed)
-        z = z.flatten(2).unflatten(-1, (-1, values))
+        z = z.unflatten(-1, (-1, values))
         return self.out_proj((self.norm(out) * F.silu(z)).flatten(2))
-
-
-class CausalConvolution(nn.Module):
-    """Computes y_t = sum over j of w_j x_(t-j), of each channel by itself.
-
-    ``weight`` is [channels, 1, kernel]; its last element is that of the token itself, as torch's Conv1d has it.
-    """
-
-    def __init__(self, channels: int, kernel: int, **factory: Any) -> None:
-        super().__init__()
-        self.channels = channels
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel, **factory))
-
-    def forward(self, x: Tensor, starts: Tensor | None) -> Tensor:
-        """``x`` is [s, b, channels], as the result. starts: int64 [b, s], where each token's document begins."""
-        length, taps = x.shape[0], self.weight[:, 0].unbind(-1)
-        padded = F.pad(x, (0, 0, 0, 0, len(taps) - 1, 0))  # views of it are kept, not copies
-        out = x * taps[-1]
-        for back in range(1, len(taps)):
-            moved = padded[len(taps) - 1 - back :][:length]
-            if starts is not None:
-                at = torch.arange(length, device=x.device)
-                moved = moved * (at - back >= starts).t().unsqueeze(-1)
-            out = torch.addcmul(out, moved, taps[-1 - back])
-        return out
 
 
 def gated_delta_rule(
@@ -115,50 +89,26 @@ def gated_delta_rule(
     decay: log a, [s, b, heads], at least fp32. beta: b, as that. starts: int64 [b, s], where each token's document
     begins, if the state ends with a document.
     """
-    length, repeat, dtype = q.shape[0], v.shape[2] // q.shape[2], v.dtype
-    size = min(CHUNK, length)
-
-    def chunked(x: Tensor) -> Tensor:
-        """Cut [s, b, heads, ...] into [chunks, b, heads, tokens, ...]. What is added at the end changes no state."""
-        more = F.pad(x, (0, 0) * (x.ndim - 1) + (0, -length % size))
-        return more.unflatten(0, (-1, size)).movedim(1, 3)
-
+    length, repeat, dtype, passed = len(q), v.shape[2] // q.shape[2], v.dtype, decays(decay, starts)
     q, k = (chunked(unit(x).repeat_interleave(repeat, 2)) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
-    v, decay, beta = (chunked(x.to(wide(x))) for x in (v, decay, beta))
-    total = decay.cumsum(-1)
-    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    begin, end, through = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:].exp()
-    if starts is not None:
-        documents = chunked(starts.t().unsqueeze(-1))
-        last = documents[..., -1:]
-        before = torch.cat((last[:1], last[:-1]))
-        seen = seen & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
-        begin, end, through = (
-            begin * (documents == before),
-            end * (documents == last),
-            through * (last == before),
-        )
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
-    weighted, begin = k * beta.unsqueeze(-1), begin.unsqueeze(-1)
+    v, beta = (chunked(x.to(wide(x))) for x in (v, beta))
+    weighted, begin = k * beta.unsqueeze(-1), passed.begin.unsqueeze(-1)
     right = torch.cat((v * beta.unsqueeze(-1), weighted * begin), -1)
-    system = (weighted @ k.mT) * between  # the diagonal is not read
+    system = (weighted @ k.mT) * passed.between  # the diagonal is not read
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, of_state = solved.split((v.shape[-1], k.shape[-1]), -1)
-    parts = (q * begin, (q @ k.mT) * between, u, of_state, (k * end.unsqueeze(-1)).mT, through.unsqueeze(-1))
+    scores, ends = (q @ k.mT) * passed.between, k * passed.end.unsqueeze(-1)
+    parts = (q * begin, scores, u, of_state, ends.mT, passed.through.unsqueeze(-1))
     state, out = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]), []
     for reads, scores, own, of_before, keys, kept in zip(*(part.unbind() for part in parts), strict=True):
         own = own - of_before @ state
         out.append(reads @ state + scores @ own)
         state = state * kept + keys @ own
-    return torch.stack(out).movedim(3, 1).flatten(0, 1)[:length].to(dtype)
+    return joined(torch.stack(out), length).to(dtype)
 
 
 def unit(x: Tensor) -> Tensor:
     """Return vectors along the last dim with the length 1, in at least fp32."""
     x = x.to(wide(x))
     return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPSILON).rsqrt()
-
-
-def wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

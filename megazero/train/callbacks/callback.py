@@ -56,21 +56,21 @@ class WatchedRun(Protocol):
 class TrainedStep:
     """One iteration that was trained.
 
-    loss: the mean over the tokens of the global batch, in nats. replica_losses: that of each outer replica. info: the
+    loss: the mean over the tokens of the global batch, in nats. info: the
     engine's account, with the gradient norm. samples: those of the global batch. traffic: bytes that this rank sent,
     by hop (comm/hops.py: Traffic.take). bill: seconds by item (log/time_bill.py). numbers: those that this callback
-    exchanged, reduced over the ranks.
+    exchanged, reduced over the ranks. meeting: metrics of the replicas' meeting at its end.
     """
 
     iteration: int
     loss: float
-    replica_losses: tuple[float, ...]
     info: StepInfo
     samples: int
     seconds: float
     traffic: Mapping[str, int]
     bill: Mapping[str, float]
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    meeting: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Callback:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megazero.comm.lane import CommunicationError
 from megazero.log.metrics import IterationMetrics, encode
 from megazero.train.callbacks.callback import REDUCTIONS, Callback, Numbers, TrainedStep, WatchedRun
-from megazero.zero.scalars import NOTHING, Rows, StepPart
+from megazero.zero.scalars import NOTHING, Rows, StepPart, Sums
 
 Told = ParamSpec("Told")
 Received = Mapping[Callback | None, Mapping[str, Any]]  # numbers of all ranks, by who exchanges them
@@ -144,7 +144,7 @@ class Exchange(StepPart):
             value = self.given[callback][name]
             slot.copy_(value) if isinstance(value, torch.Tensor) else slot.fill_(value)
 
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+    def read(self, rows: Rows, sums: Sums) -> Mapping[str, Any]:
         found: dict[Callback | None, dict[str, Any]] = {each: {} for each in (None, *self.callbacks)}
         for (callback, name, how), column in zip(self.names, zip(*rows, strict=True), strict=True):
             found[callback][name] = REDUCTIONS[how](column)

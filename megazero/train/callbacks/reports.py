@@ -10,7 +10,7 @@ from typing import Any
 from megazero.comm.watch import LossyGradients
 from megazero.comm.wire import Codecs
 from megazero.ops.stragglers import RankSeconds, Stragglers
-from megazero.train.callbacks.callback import Callback, TrainedStep
+from megazero.train.callbacks.callback import Callback, Numbers, TrainedStep
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast
 from megazero.train.qk_clip import QKClip
@@ -58,6 +58,20 @@ class PartReport(Callback):
 
     def after_step(self, step: TrainedStep) -> dict[str, Any]:
         return self.part.metrics()
+
+
+class FurtherReport(Callback):
+    """Adds the mean loss of further tokens to the iteration's line."""
+
+    exchanged = MappingProxyType({"loss": "sum", "tokens": "sum"})
+
+    def numbers(self) -> Numbers:
+        further = self.run.decoder.further
+        loss, tokens = (0.0, 0.0) if further is None else further.take().unbind()
+        return {"loss": loss, "tokens": tokens}
+
+    def after_step(self, step: TrainedStep) -> dict[str, Any]:
+        return {"mtp_loss": step.numbers["loss"] / max(step.numbers["tokens"], 1.0)}
 
 
 class Prediction(Callback):

@@ -6,24 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
 
-import numpy as np
-
 from megazero.config import RunConfig
 from megazero.config.options.data_sources import data_kind
-from megazero.data.blend import BlendedDataset
 from megazero.data.fim import FillInTheMiddle
 from megazero.data.gpt import SampleSpec
-from megazero.data.sampler import replica_shares
-from megazero.data.source import DatasetSource, OpenPart, SampleSource
+from megazero.data.shares import Dealt, Share
+from megazero.data.source import OpenPart, SampleSource
 from megazero.data.tokenizer import NullTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
-from megazero.log.units import plural
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.progress import Progress
-
-# Samples that replicas are compared by, and how far their shares of one member may be apart: of weights that no
-# period of turns divides it is below 0.02, of powers of two 0.25 to 1.
-JUDGED, ALIKE = 65_536, 0.05
 
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
@@ -70,8 +62,23 @@ def make_datasets(
                 f"lower {_most(split, int(source.samples), config, length, begin)}, add data, or give the blend "
                 "weights (they repeat data)"
             )
-    made["train"].load_state(begin.consumed_samples if begin.source is None else begin.source)
+    made["train"] = _at(made["train"], begin, shared=config.outer.outer_meet is not None)
     return made, _keep_order(begin, made, counts)
+
+
+def _at(source: SampleSource, begin: Progress, shared: bool) -> SampleSource:
+    """Return the source where a run stands. shared: replicas have shares of it.
+
+    A run without others goes on behind all that they have shared.
+    """
+    share = Share(source, begin.consumed_samples)
+    if begin.meeting is None:
+        source.load_state(begin.consumed_samples if begin.source is None else begin.source)
+    else:
+        share.load_state(begin.source)
+        if not shared:
+            share.go_to(Dealt.of_state(begin.meeting["dealt"]).top)
+    return share if shared else source
 
 
 def _opened(
@@ -89,25 +96,6 @@ def _opened(
     for split, open_part in parts.items():
         if count := counts[split]:
             yield split, open_part(spec, count, ordered_for.get(split, 0))
-
-
-def unlike_replicas(source: SampleSource, consumed: int, replicas: int, block: int) -> Iterator[str]:
-    """Yield a note if the samples after ``consumed`` give outer replicas lastingly different mixtures of a blend.
-
-    block: consecutive samples of a replica.
-    """
-    data = source.data_set if isinstance(source, DatasetSource) else None
-    if replicas == 1 or not isinstance(data, BlendedDataset):
-        return
-    shares = replica_shares(data.member[consumed : consumed + JUDGED], replicas, block)
-    worst = np.ptp(shares, axis=0).argmax()
-    least, most = shares[:, worst].min(), shares[:, worst].max()
-    if most - least > ALIKE:
-        yield (
-            f"outer replicas train on different mixtures: of {data.members[worst].source.prefix} one takes "
-            f"{most:.0%} of its samples and another {least:.0%}, since they take {plural(block, 'sample')} in turn "
-            "in the blend's order; more in a turn (--micro-batch-size) or other weights even this out"
-        )
 
 
 def evaluation_sets(

@@ -12,16 +12,21 @@ from megazero.cp import ContextParallel
 from megazero.data.sampler import Batches
 from megazero.data.source import SampleSource
 from megazero.mesh.mesh import Mesh
+from megazero.models.multi_token import further_tokens
 
 Batch = Mapping[str, Any]  # of tensors
 
 
-def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
-    """Return a context-parallel rank's part of each sequence [b, s]: [b, s / ranks].
+def own_tokens(batch: Batch, mesh: Mesh, further: int = 0) -> Batch:
+    """Return a context-parallel rank's part of each sequence [b, s]: [b, s / ranks]; and of labels of so many further
+    tokens, which are those of whole sequences.
 
     ``document_starts`` are of the tokens whose queries the rank has in attention.
     """
     cp = ContextParallel.of(mesh)
+    if further:
+        ahead = further_tokens(batch["labels"], batch["loss_mask"], further)
+        batch = {**batch, "further_labels": ahead.labels, "further_mask": ahead.weights}
     return {
         name: (cp.own_queries if name == "document_starts" else cp.own)(tensor, 1).contiguous()
         for name, tensor in batch.items()
@@ -40,18 +45,17 @@ class Feeding:
     loss_rank: int
     masked: bool
 
-    def batches(self, source: SampleSource, alone: bool = False, **position: int) -> Batches:
+    def batches(self, source: SampleSource, **position: int) -> Batches:
         """Return this rank's batches, which lie in pinned memory if they go to CUDA: the copy waits otherwise.
 
-        alone: the ranks of its outer replica have all of the data among them. position: the number of consumed
-        samples, where the source does not stand at its beginning.
+        position: the number of consumed samples, where the source does not stand at its beginning.
         """
         mesh = self.mesh
         return Batches(
             source,
             micro_batch_size=self.micro_batch_size,
-            rank=mesh.replica_batch_rank if alone else mesh.batch_rank,
-            size=mesh.replica_batch_ranks if alone else mesh.batch_ranks,
+            rank=mesh.batch_rank,
+            size=mesh.batch_ranks,
             pin_memory=self.mesh.device.type == "cuda",
             **position,
         )
@@ -65,16 +69,13 @@ class Feeding:
             for name, tensor in batch.items()
         }
 
-    def valid_tokens(self, step: Sequence[Batch]) -> tuple[float, ...]:
-        """Return how many tokens of the global batch count in the loss, of each outer replica, at least 1 of each.
-        Collective if masked.
+    def valid_tokens(self, step: Sequence[Batch]) -> float:
+        """Return how many tokens of the global batch count in the loss, at least 1. Collective if masked.
 
         step: this rank's part, on the host, where the number is exchanged, too: the device is not waited for.
         """
         if not self.masked:
-            tokens = sum(batch["loss_mask"].numel() for batch in step) * self.mesh.dp_size
-            return (float(tokens),) * self.mesh.grid.outer
+            return float(sum(batch["loss_mask"].numel() for batch in step) * self.mesh.dp_size)
         own = torch.stack([batch["loss_mask"].sum(dtype=torch.float64) for batch in step]).sum()
         rows = self.mesh.gather_rows(own.reshape(1))
-        sums = self.mesh.stage_rows(rows, self.loss_rank).view(self.mesh.grid.outer, -1).sum(1)
-        return tuple(max(1.0, tokens) for tokens in sums.tolist())
+        return max(1.0, float(self.mesh.stage_rows(rows, self.loss_rank).sum()))

@@ -1,1 +1,1 @@
-"""What changes as the training goes on: learning rate, loss scale, length of the run, spikes."""
+"""What changes as the training goes on: learning rate, loss scale, length of the run."""

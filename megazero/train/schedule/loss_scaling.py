@@ -73,15 +73,14 @@ class LossScaling:
             return 1.0, tokens
         return self.scale * ranks / tokens, self.scale * ranks
 
-    def update(self, overflow: bool, samples: int, unmoved: bool | None = None) -> None:
+    def update(self, overflow: bool, samples: int) -> None:
         """Update the scale after a step of so many ``samples``.
 
-        overflow: the step's norm was not finite in some outer replica, which skipped it. unmoved: in all of them; by
-        default as ``overflow``.
+        overflow: the step's norm was not finite, so it was skipped.
         """
         if self.scale is None:
             return
-        if overflow if unmoved is None else unmoved:
+        if overflow:
             self.skipped_iterations += 1
             self.skipped_samples += samples
         if not self.dynamic:

@@ -57,6 +57,8 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
             f"--train-samples {wanted} does not fill the first global batch; nearest: {sizes.batch_size(0)}"
         )
     samples = sizes.consumed_after(max(0, last - done), begin.consumed_samples)
+    if wanted is not None and config.outer.outer_meet:  # of all replicas, whatever the batch of each
+        samples = wanted
     unit = sizes.quantum * config.micro_batch_multiple
     uneven, halt = sizes.first_uneven(unit, begin.consumed_samples), None
     if uneven and done + uneven[0] < last:

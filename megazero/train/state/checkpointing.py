@@ -26,7 +26,6 @@ from megazero.config import RunConfig
 from megazero.convert.importing import Published, fill
 from megazero.data.tokenizer_files import held_flags
 from megazero.mesh.mesh import Mesh, world_group
-from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.train.callbacks.chain import Callbacks
 from megazero.train.schedule.loss_scaling import LossScaling
@@ -34,20 +33,16 @@ from megazero.train.state.origin import Origin
 from megazero.train.state.progress import Progress
 from megazero.zero import Engine
 from megazero.zero.records import (
-    LOST,
     MASTER,
-    MOMENTUM,
     NOT_OPTIMIZER,
-    SUMS,
+    OWN,
     WEIGHTS,
     kinds_to_load,
     load_rank_tensors,
     load_records,
     load_replica_records,
-    of_replica,
     optimizer_kinds,
     rank_tensors,
-    replica_kinds,
     save_records,
     save_replica_records,
 )
@@ -99,7 +94,6 @@ class Checkpointing:
             **({"unit_layers": joined} if (joined := self.config.zero.zero_unit_layers) > 1 else {}),
             # In a unit, matrices that are stepped alike lie together.
             **({"matrices": "distributed"} if self.engine.by_matrix else {}),
-            **({"outer_replicas": grid.outer} if grid.outer > 1 else {}),
             # Units of experts, and what they leave in their layers'.
             **({"ep": grid.ep} if grid.ep > 1 else {}),
         }
@@ -165,7 +159,8 @@ class Checkpointing:
             self.engine.refresh()  # the saved weights are those that receivers hold, and belong to this master
         state = {
             **progress.state(),
-            **self._counters(),
+            "optimizer": self.engine.optimizer.scalars(),
+            "engine": self.engine.state(),
             "loss_scaling": self.scaling.state(),
             "callbacks": self.callbacks.state(),
             "tokenizer": self.tokenizer.fingerprint,
@@ -180,13 +175,6 @@ class Checkpointing:
             configuration=self.config.to_dict(),
             files=self.tokenizer.files,
         )
-
-    def _counters(self) -> dict[str, Any]:
-        """Return the counters of the optimizer and the engine; where replicas have their own, of each. Collective."""
-        own = {"optimizer": self.engine.optimizer.scalars(), "engine": self.engine.state()}
-        if self.mesh.outer is None:
-            return own
-        return {**own, "replicas": gather_objects(own, group=self.mesh.outer.gather_group)}
 
     @property
     def root(self) -> str:
@@ -209,19 +197,18 @@ class Checkpointing:
         if origin.own:
             options = replace(options, finetune=False, load_optim=True, load_rng=True)
         with_optimizer = options.load_optim and not options.finetune
-        if state.get("replicas") and not options.finetune:
-            self._load_replicas(path, manifest, state, with_optimizer, options.load_rng)
-            return
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
+        anchored = self.engine.outer is not None and OWN in manifest.kinds and not options.finetune
+        places = load_replica_records if anchored else load_records
         loaded = store.load(
             path,
-            records=load_records(self.engine, self.placements, with_optimizer),
+            records=places(self.engine, self.placements, with_optimizer),
             group=world_group(),
             kinds=kinds_to_load(self.engine, list(manifest.kinds), moments),
             layout=self._layout,
             checked=True,  # train/state/origin.py has, before anything was allocated
         )
-        self.engine.invalidate()
+        self.engine.invalidate(anchored)
         if options.finetune:
             return
         self._check_tokenizer(state, path)
@@ -241,47 +228,6 @@ class Checkpointing:
         self.callbacks.load_state(state.get("callbacks", {}))
         if with_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
-
-    def _load_replicas(
-        self,
-        path: Path,
-        manifest: store.Manifest,
-        state: Mapping[str, Any],
-        with_optimizer: bool,
-        with_rng: bool,
-    ) -> None:
-        """Load a checkpoint of as many outer replicas: on the same layout bit for bit. Collective.
-
-        Outer momentum and residuals that it does not hold begin at zero (train/state/origin.py has a note on them).
-        """
-        replicas, outer, stored = state["replicas"], self.engine.outer, manifest.kinds
-        assert outer is not None and self.mesh.grid.outer == len(replicas)
-        if not with_optimizer:
-            raise store.CheckpointError(
-                f"'{path}' holds {len(replicas)} outer replicas, whose weights differ between their meetings: "
-                "--no-load-optim cannot leave out what each has of its own; --finetune starts from their anchor"
-            )
-        self._check_tokenizer(state, path)
-        own = {MASTER, *self._moments(replica_kinds(stored, 0), path)}
-        own |= {LOST} if outer.outer.feedback else set()
-        shared = {MOMENTUM, SUMS} if outer.outer.momentum else {SUMS}
-        kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS}
-        kinds |= {kind: kind for kind in shared if kind in stored}
-        every = [of_replica(kind, replica) for kind in own for replica in range(len(replicas))]
-        kinds |= {kind: kind for kind in every if kind in stored}
-        counters = replicas[self.mesh.replica]
-        outer.resume(counters["engine"]["outer"])
-        loaded = store.load(
-            path,
-            records=load_replica_records(self.engine, self.placements),
-            group=world_group(),
-            kinds=kinds,
-            layout=self._layout,
-            checked=True,
-        )
-        self.engine.invalidate(anchored=True)
-        self.engine.optimizer.load_scalars(counters["optimizer"])
-        self._load_rest({**state, **counters}, loaded, True, with_rng)
 
     def _load_published(self, published: Published) -> None:
         """Fill this rank's slices of the weights from a folder of Hugging Face. Collective."""

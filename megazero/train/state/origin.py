@@ -15,10 +15,9 @@ from megazero.checkpoint.directory import Look, complete, in_the_way, restore, s
 from megazero.checkpoint.errors import agree, agree_local, error_number
 from megazero.checkpoint.manifest import open_manifest
 from megazero.config import RunConfig
-from megazero.config.layout.outer import feeds_back, keeps_momentum
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
-from megazero.config.options.fields import Resume, section_of
-from megazero.config.options.sections import CheckpointConfig, OuterConfig
+from megazero.config.options.fields import Resume
+from megazero.config.options.sections import CheckpointConfig
 from megazero.config.read.beginning import Chosen, checkpoint_to_load
 from megazero.config.run import all_options
 from megazero.convert.importing import Published
@@ -116,7 +115,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         *_gone_on(options, chosen),
         *_passed_over(damaged),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
-        *_changed_replicas(config.outer, mesh.grid.outer, saved),
+        *_replicas(bool(config.outer.outer_meet), saved),
         *_changed_order(config, saved.manifest.configuration),
     )
     return Origin(replace(saved.progress, notes=notes), saved, own=chosen.again)
@@ -251,35 +250,20 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
     return found[0]
 
 
-def _changed_replicas(outer: OuterConfig, now: int, saved: SavedCheckpoint) -> Iterator[str]:
-    """Yield notes if the outer replicas keep other state than the checkpoint has, or if it has none (1 is none).
+def _replicas(meets: bool, saved: SavedCheckpoint) -> Iterator[str]:
+    """Yield a note if the run leaves the other replicas, or comes to some. meets: it has others.
 
-    Raises CheckpointError for another number of replicas, whose weights differ between their meetings.
+    Raises CheckpointError for a checkpoint that holds several replicas, as they were written before 0.5.0.
     """
-    before = len(saved.state.get("replicas", [saved.state]))
-    if before == 1:
-        if now > 1:
-            yield f"the checkpoint has no outer replicas: each of {now} begins from its weights and moments"
-        return
-    stored = saved.manifest.configuration["outer"]
-    starts_anew = "--finetune starts a new run from the weights that they share, which are also exported"
-    if now != before:
+    if several := len(saved.state.get("replicas", ())):
         raise store.CheckpointError(
-            f"'{saved.path}' holds {before} outer replicas and this run has {now}: continue with as many "
-            f"(--outer-replicas {before}, on as many groups of nodes); {starts_anew}"
+            f"'{saved.path}' holds {several} outer replicas of one launch; each is a launch of its own now, and the "
+            "order of their samples another: --finetune starts a new run from the weights that they share"
         )
-    if (stored.get("outer_fragments") or 1) > 1:
-        raise store.CheckpointError(
-            f"'{saved.path}' was trained with --outer-fragments {stored['outer_fragments']}, which met at other "
-            f"steps: {starts_anew}"
-        )
-    met = section_of(OuterConfig, stored)
-    for what, kept in (
-        ("outer momentum", keeps_momentum),
-        ("rounding error of the last meeting", feeds_back),
-    ):
-        if kept(met) != kept(outer):
-            yield f"the {what} begins at zero" if kept(outer) else f"the {what} of the checkpoint is dropped"
+    if meets and not saved.progress.meeting:
+        yield "the checkpoint is of a run without other replicas: this one begins from its weights and moments"
+    if saved.progress.meeting and not meets:
+        yield "the run goes on without other replicas, from the weights of their last meeting, behind their samples"
 
 
 def _changed_order(config: RunConfig, before: Mapping[str, Any]) -> Iterator[str]:

@@ -41,7 +41,8 @@ class Progress:
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
     the last one. tokens: those it was trained on, without those of iterations left out. base: the model whose weights
     the run began with, or "" for random ones. license: that model's, as model cards have it. source: where the source
-    of samples stands (data/source.py: SampleSource.state); None: it is the number of consumed samples.
+    of samples stands (data/source.py: SampleSource.state); None: it is the number of consumed samples. meeting: where
+    this replica stands among others (train/replicas.py: Standings), whose samples ``consumed_samples`` counts, too.
     """
 
     iteration: int = 0
@@ -57,6 +58,7 @@ class Progress:
     base: str = ""
     license: Mapping[str, str] = field(default_factory=dict)
     source: Any = None
+    meeting: Mapping[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types: all but the notes and the checkpoint's own path."""
@@ -64,6 +66,7 @@ class Progress:
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             **({} if self.source in (None, self.consumed_samples) else {"source": self.source}),
+            **({} if self.meeting is None else {"meeting": self.meeting}),
             "run_id": self.run_id,
             "ordered_for": dict(self.ordered_for),
             "owes_evaluation": self.evaluation_pending,
@@ -90,6 +93,7 @@ class Progress:
             iteration=state["iteration"],
             consumed_samples=state["consumed_samples"],
             source=state.get("source"),
+            meeting=state.get("meeting"),
             run_id=state["run_id"],
             ordered_for=state.get("ordered_for", {}),
             evaluation_pending=state.get("owes_evaluation", False),

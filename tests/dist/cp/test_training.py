@@ -77,21 +77,6 @@ def test_with_pipelines_and_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_outer_replicas_share_their_own_samples(tmp_path: Path) -> None:
-    outer = {"outer_interval": 2, "ranks_per_node": 2, "outer_replicas": 2, "global_batch_size": 8}
-    jobs = {
-        cp: (ranks, {**base(tmp_path / f"{cp}"), **outer, "ranks_per_node": ranks // 2, **more})
-        for cp, ranks, more in ((1, 2, {}), (2, 4, {"context_parallel_size": 2}))
-        if (tmp_path / f"{cp}").mkdir() is None
-    }
-    alone, shared = (train_each({0: job})[0] for job in jobs.values())
-    assert samples(alone) == samples(shared)
-    for one, other in zip(alone[0].losses, shared[0].losses, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-    assert alone[0].evaluations == pytest.approx(shared[0].evaluations, rel=1e-5)
-
-
-@pytest.mark.slow
 def test_keys_that_cross_nodes_in_eight_bits(tmp_path: Path) -> None:
     """A recompute gathers the same bits; the loss is near that of exact keys, and not the same."""
     shared = {

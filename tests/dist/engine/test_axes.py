@@ -250,37 +250,6 @@ def test_muon_deals_matrices_along_their_own_axes(place):
         compare(got, want, 1e-9)
 
 
-SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-def averaged():
-    """Weights after steps of two outer replicas, averaged in each, whose routed units are whole on every rank."""
-    mesh = create_mesh(shards=(2, 2, 2), ranks_per_node=2, outer=2)
-    net = Net()
-    whole = zero.DataAxes.over(mesh.data_axes, outer=mesh.outer)
-    routed = [zero.On(each, whole) for each in net.routed]
-    policy = zero.Policy(block=4, outer=zero.Outer(1, lr=1.0, momentum=0.0))
-    engine = zero.shard(net, mesh=mesh, policy=policy, units=[*net.dense, *routed], optimizer=SGD)
-    for step in range(STEPS):
-        engine.begin_step(1, divisor=2 * 12)
-        loss_of(net, batches(step, 4)[mesh.batch_rank]).backward()
-        engine.step()
-    shapes = {n: p.shape for n, p in net.named_parameters()}
-    return assemble(local_slices(engine, lambda u, a, b: u.master.value[a:b]), shapes)
-
-
-def test_averaged_replicas_with_units_on_other_axes_equal_bare_torch():
-    net = Net()
-    optimizer = SGD(net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (sum(loss_of(net, tokens) for tokens in batches(step, 4)) / (4 * 12)).backward()
-        optimizer.step()
-    for got in run_ranks(4, averaged):
-        for name, value in net.named_parameters():
-            torch.testing.assert_close(got[name], value.detach(), rtol=1e-10, atol=1e-12, msg=name)
-
-
 def whole_gradients(place):
     """What ``engine.gradients()`` gives in one step."""
     net, engine = make(*place, EXACT)
@@ -391,7 +360,6 @@ def refusals():
         net.routed[0].experts["0"].weight.add_(mesh.data_axes[0].index)
     for words, act in (
         (["two axes", "'p_intra'"], on(zero.DataAxes.of(other))),
-        (["outer=mesh.outer"], on(zero.DataAxes.over(mesh.data_axes, outer=other.axes["tp"]))),
         (["different values", "'routed.0.experts.0.weight'"], on(inside(mesh, (1, 1, 1)))),
         (["nearest legal: 2,4,4"], lambda: inside(mesh, (2, 3, 4))),
         (["nearest legal: 1,1,2"], lambda: experts(mesh, (1, 1, 3))),

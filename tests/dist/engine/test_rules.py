@@ -106,7 +106,7 @@ def refusals():
         (["'use'", "nearest"], lambda: zero.shard(Stack(), mesh=other, policy=use)),
         (["block=0", "'forever'"], lambda: zero.Policy(block=0, lifetime="forever")),
         (["block=64", "nearest: 128"], lambda: zero.Policy(block=64, codecs=wide)),
-        (["codecs.delta", "outer"], lambda: zero.Policy(codecs=differences, outer=zero.Outer(4))),
+        (["codecs.delta", "outer"], lambda: zero.Policy(codecs=differences, outer=zero.Outer())),
     ):
         with refused(*words):
             act()

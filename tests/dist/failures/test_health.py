@@ -88,7 +88,7 @@ def test_a_run_checks_its_nodes_when_it_is_told_to(tmp_path: Path) -> None:
             "params_dtype": "bf16",
             "zero_exact_numel": 64,
             "exp_avg_dtype": "bf16",
-            "exp_avg_sq_dtype": "int8",
+            "exp_avg_sq_dtype": "bf16",
         },
     ],
 )

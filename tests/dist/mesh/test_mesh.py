@@ -150,7 +150,6 @@ def test_every_communicator_is_made_before_the_first_step_and_in_one_order(layou
         {"zero_preset": "ddp"},  # sums that come back over the axes of replicas
         {"zero_preset": "mics"},
         {"zero_preset": "zeropp", "zero_exact_numel": 64},
-        {"zero_preset": "zero1", "outer_interval": 1},
         {"zero_preset": "zero2", "optimizer": "muon"},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {
@@ -159,7 +158,7 @@ def test_every_communicator_is_made_before_the_first_step_and_in_one_order(layou
             "untie_embeddings_and_output_weights": False,
         },
     ],
-    ids=["ddp", "mics", "zeropp", "outer", "muon", "sequence parallel", "tied pipeline"],
+    ids=["ddp", "mics", "zeropp", "muon", "sequence parallel", "tied pipeline"],
 )
 def test_what_a_communicator_carries_in_a_step_it_has_carried_before(values: dict[str, Any]) -> None:
     """NCCL connects at the first collective of a kind: the ranks wait for each other, and memory is allocated."""

@@ -94,7 +94,7 @@ LAYOUTS = {
 CORE = {
     "pp2-dp2": ("qwen3-biases-tied", "qwen2_moe-dense-layers", "deepseek_v2-groups-yarn"),
     "dp4-ep2": ("glm4_moe-groups-tied", "gpt_oss"),
-    "tp2-pp2-zb": ("qwen3_next", "apertus"),
+    "tp2-pp2-zb": ("qwen3_next", "nemotron_h", "apertus"),
 }
 
 

@@ -1,8 +1,12 @@
-"""Outer steps on ranks, and the same in plain torch: whole replicas, torch's AdamW inside and torch's SGD outside."""
+"""Outer steps on ranks, and the same in plain torch: whole replicas, torch's AdamW inside and torch's SGD outside.
+
+The replicas of a case lie side by side in each process, with an engine and a mesh each: what replicas are to an
+engine is the messages of others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +14,10 @@ import numpy as np
 import torch
 
 from megazero.config import RunConfig, World, make_config
+from megazero.config.layout.outer import averages, local_replicas, outer_rate
+from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
+from megazero.pp.executor import Pipeline
 from megazero.train.distributed import make_mesh
 from megazero.train.expert_balance import balance_losses
 from megazero.train.parallelize import (
@@ -22,48 +29,77 @@ from megazero.train.parallelize import (
     shard_decoder,
 )
 from megazero.verify.full_tensors import Assembler
+from megazero.zero import Engine
+from megazero.zero.outer import Packed
 from tests.dist.capture import local_slices
 from tests.dist.parity import Slices, Tensors, loss_sum, samples
 from tests.dist.parity_cases import SIZES
 
-BATCH = 8
+BATCH, SAMPLES = 4, 400  # of a replica's step, and of a run
 MODEL = {
-    **SIZES,
+    **{name: value for name, value in SIZES.items() if name != "train_iters"},
     **{"model_family": "llama", "num_query_groups": 4, "vocab_size": 33, "make_vocab_size_divisible_by": 32},
-    **{"global_batch_size": BATCH, "micro_batch_size": 1},
+    **{"global_batch_size": BATCH, "micro_batch_size": 1, "train_samples": SAMPLES},
 }
 
 
 @dataclass(frozen=True)
 class OuterCase:
-    """values: options over MODEL. replicas: what they mean on ``world`` ranks, ``per_node`` to a node."""
+    """values: options over MODEL. world: ranks of each replica, ``per_node`` to a node. weights: of the replicas, in
+    turn."""
 
     name: str
-    replicas: int
     values: Mapping[str, Any] = field(hash=False)
-    world: int = 4
+    world: int = 2
     per_node: int = 2
     dtype: str = "fp64"
     steps: int = 5
-    skips: tuple[int, int] | None = None  # a step in which the gradients of a replica are not finite
+    weights: tuple[int, ...] = (1, 1)
 
-    def config(self, **others: Any) -> RunConfig:
-        values = {**MODEL, "params_dtype": self.dtype, **self.values, **others}
+    def config(self) -> RunConfig:
+        meets = {"outer_meet": f"local:{len(self.weights)}"}
+        values = {**MODEL, **meets, "params_dtype": self.dtype, **self.values}
         return make_config(values, World(self.world, self.per_node))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has after the last step. masters, anchors: its slices. told: losses and norms of the steps."""
+    """What a rank has after the last step, of each replica. place: as in ``full_tensors.Piece``. masters, anchors:
+    its slices. biases: of experts, by anchor and replica. moved: norm and drift of each meeting. sent: bytes of a
+    meeting's message. digests: of the anchor."""
 
-    replica: int
-    tp_rank: int
-    masters: Slices
-    anchors: Slices
-    losses: list[float]
-    norms: list[tuple[float, ...]]
-    drifts: list[tuple[float, float] | None]
-    sent: list[dict[str, int]]
+    place: int
+    masters: list[Slices]
+    anchors: list[Slices]
+    biases: list[list[np.ndarray]]
+    moved: list[list[tuple[float, float]]]
+    sent: int
+    digests: list[int]
+
+
+class Replica:
+    """A replica on this rank."""
+
+    def __init__(self, case: OuterCase, config: RunConfig) -> None:
+        self.mesh: Mesh = make_mesh(config, World(case.world, case.per_node), torch.device("cpu"))
+        self.config, self.decoder = config, build_decoder(config, self.mesh)
+        policy = replace(
+            make_policy(config, self.mesh), block=8
+        )  # small blocks, so that slices cut parameters
+        self.engine: Engine = shard_decoder(self.decoder, config, self.mesh, policy=policy)
+        self.pipeline: Pipeline = build_pipeline(self.decoder, self.engine, config, self.mesh)
+
+    def step(self, number: int) -> None:
+        tokens, labels, mask = samples(self.config, number)
+        count, ranks = BATCH // self.mesh.batch_ranks, self.mesh.batch_ranks
+        self.engine.begin_step(count, mask.sum().item(), self.pipeline.program(count))
+        rows = [
+            slice(i * ranks + self.mesh.batch_rank, i * ranks + self.mesh.batch_rank + 1)
+            for i in range(count)
+        ]
+        dtype = DTYPES[self.config.precision.params_dtype]
+        self.pipeline.step([MicroBatch(tokens[r], labels[r], mask[r].to(dtype)) for r in rows])
+        self.engine.step()
 
 
 def on_ranks(cases: Sequence[OuterCase]) -> list[Seen]:
@@ -77,47 +113,35 @@ def on_ranks(cases: Sequence[OuterCase]) -> list[Seen]:
 
 
 def _run(case: OuterCase, config: RunConfig) -> Seen:
-    mesh = make_mesh(config, World(case.world, case.per_node), torch.device("cpu"))
-    decoder = build_decoder(config, mesh)
-    policy = replace(make_policy(config, mesh), block=8)  # small blocks, so that slices cut parameters
-    engine = shard_decoder(decoder, config, mesh, policy=policy)
-    pipeline = build_pipeline(decoder, engine, config, mesh)
-    count = BATCH // mesh.batch_ranks
-    losses, norms, drifts, sent = [], [], [], []
+    replicas = [Replica(case, config) for _ in case.weights]
+    interval, delay = config.outer.outer_interval, config.outer.outer_delay
+    packed: list[Packed] = []
+    moved: list[list[tuple[float, float]]] = [[] for _ in replicas]
     for step in range(case.steps):
-        tokens, labels, mask = samples(config, step)
-        divisor = sum(mask[rows].sum().item() for rows in _rows(mesh.grid.outer, mesh.replica, mesh.dp_size))
-        engine.begin_step(count, divisor, pipeline.program(count))
-        own = [
-            slice(i * mesh.batch_ranks + mesh.batch_rank, i * mesh.batch_ranks + mesh.batch_rank + 1)
-            for i in range(count)
-        ]
-        if case.skips == (step, mesh.replica):
-            mask = mask * float("inf")
-        batches = [MicroBatch(tokens[r], labels[r], mask[r].to(DTYPES[case.dtype])) for r in own]
-        losses.append(pipeline.step(batches).item())
-        info = engine.step()
-        norms.append(info.replica_norms)
-        drifts.append(None if info.outer_norm is None else (info.outer_norm, info.outer_drift))
-        sent.append(engine.traffic.take())
-    engine.settle()
-    masters = local_slices(engine, lambda unit, a, b: unit.master.value[a:b])
-    anchors = local_slices(engine, lambda unit, a, b: engine.outer.anchors[unit].value[a:b])
-    slices = [[(n, low, v.numpy()) for n, low, v in each] for each in (masters, anchors)]
-    mesh.release()
-    return Seen(mesh.replica, mesh.tp.index, *slices, losses, norms, drifts, sent)
-
-
-def _rows(replicas: int, replica: int, inner: int) -> Iterator[slice]:
-    """Samples of a replica of ``inner`` data-parallel ranks: its share of each round of micro-batches."""
-    stride = replicas * inner
-    for begin in range(0, BATCH, stride):
-        yield slice(begin + replica * inner, begin + (replica + 1) * inner)
+        for number, each in enumerate(replicas):
+            each.step(step * len(replicas) + number)
+        if (step + 1 + delay) % interval == 0:
+            packed = [each.engine.outer.pack() for each in replicas]
+        if (step + 1) % interval == 0:
+            rate = outer_rate(config.outer, (step + 1) * BATCH * len(replicas), SAMPLES)
+            seats = [[*sent.messages] for sent in packed]
+            for each, own, told in zip(replicas, packed, moved, strict=True):
+                told.append(each.engine.outer.take_up(seats, case.weights, rate, own))
+    engines = [each.engine for each in replicas]
+    masters = [local_slices(engine, lambda unit, a, b: unit.master.value[a:b]) for engine in engines]
+    anchors = [local_slices(e, lambda unit, a, b, e=e: e.outer.anchors[unit].value[a:b]) for e in engines]
+    slices = [[[(n, low, v.numpy()) for n, low, v in one] for one in each] for each in (masters, anchors)]
+    biases = [[held.numpy().copy() for pair in e.outer.buffers for held in pair] for e in engines]
+    digests = [engine.outer.digest(0) for engine in engines]
+    sent = engines[0].outer.message_bytes
+    mesh = replicas[0].mesh
+    place = mesh.rank % max(mesh.tp.size, mesh.grid.ep)
+    return Seen(place, *slices, biases, moved, sent, digests)
 
 
 def whole(case: OuterCase, seen: Sequence[Seen], replica: int, what: str) -> Tensors:
     """A replica's whole masters or anchors, from its ranks' slices."""
-    pieces = ((s.tp_rank, *piece) for s in seen if s.replica == replica for piece in getattr(s, what))
+    pieces = ((s.place, *piece) for s in seen for piece in getattr(s, what)[replica])
     found = Assembler(case.config()).assemble(pieces)
     assert not found.differing and not found.faults, (case.name, found.differing, found.faults[:3])
     return found.whole
@@ -128,78 +152,61 @@ def whole(case: OuterCase, seen: Sequence[Seen], replica: int, what: str) -> Ten
 
 @dataclass(frozen=True)
 class Plain:
-    """masters: of each replica. norms: of each step, of each replica. drifts: of each step that met."""
+    """masters: of each replica. moved: norm of each meeting, and drift of each replica."""
 
     anchor: Tensors
     masters: list[Tensors]
-    norms: list[list[float]]
-    drifts: list[tuple[float, float] | None]
+    moved: list[tuple[float, list[float]]]
 
 
 def plain(case: OuterCase) -> Plain:
     """DiLoCo as the paper has it (arXiv 2311.08105, algorithm 1), in one process; differences may arrive later."""
     config = case.config()
-    replicas = [_Replica(config, DTYPES[case.dtype]) for _ in range(case.replicas)]
+    assert local_replicas(config.outer) == len(case.weights)
+    replicas = [_Plain(config, DTYPES[case.dtype]) for _ in case.weights]
     anchor = [p.detach().clone().requires_grad_() for p in replicas[0].params]
-    outer, tp = config.outer, config.parallel.tensor_model_parallel_size
-    rule = {
-        "lr": outer.outer_lr,
-        "momentum": outer.outer_momentum,
-        "nesterov": outer.outer_optimizer == "nesterov",
-    }
-    if outer.outer_optimizer == "average":
-        rule = {"lr": 1.0}
-    optimizer = torch.optim.SGD(anchor, **rule)
-    under_way: dict[int, _Sent] = {}
-    inner = case.world // (case.replicas * tp * config.parallel.pipeline_model_parallel_size)
-    norms: list[list[float]] = []
-    drifts: list[tuple[float, float] | None] = [None]
+    outer = config.outer
+    rule = {"momentum": outer.outer_momentum, "nesterov": outer.outer_optimizer == "nesterov"}
+    optimizer = torch.optim.SGD(anchor, lr=1.0, **({} if averages(outer) else rule))
+    sent: list[list[torch.Tensor]] = []
+    moved = []
     for step in range(case.steps):
-        batch = samples(config, step)
-        norms.append(
-            [
-                each.step(config, batch, list(_rows(case.replicas, i, inner)), case.skips == (step, i))
-                for i, each in enumerate(replicas)
+        for number, each in enumerate(replicas):
+            each.step(config, samples(config, step * len(replicas) + number))
+        if (step + 1 + outer.outer_delay) % outer.outer_interval == 0:
+            sent = [
+                [a.detach() - p.detach() for a, p in zip(anchor, each.params, strict=True)]
+                for each in replicas
             ]
-        )
-        drifts.append(None)
-        if (step + 1) % outer.outer_interval == 0:
-            under_way[step + outer.outer_delay] = _send(anchor, replicas)
-        if step in under_way:
-            drifts[-1] = under_way[step].moved, under_way[step].apart
-            _take_up(anchor, replicas, under_way[step], optimizer)
-    return Plain(_named(replicas[0], anchor), [_named(r, r.params) for r in replicas], norms, drifts[:-1])
+        if (step + 1) % outer.outer_interval:
+            continue
+        total = sum(case.weights)
+        means = [
+            sum(w * each[i] for w, each in zip(case.weights, sent, strict=True)) / total
+            for i in range(len(anchor))
+        ]
+        drifts = [
+            _norm([a.detach() - p.detach() - m for a, p, m in zip(anchor, each.params, means, strict=True)])
+            for each in replicas
+        ]
+        moved.append((_norm(means), drifts))
+        optimizer.param_groups[0]["lr"] = outer_rate(outer, (step + 1) * BATCH * len(replicas), SAMPLES)
+        for theta, mean in zip(anchor, means, strict=True):
+            theta.grad = mean
+        optimizer.step()
+        with torch.no_grad():
+            for param, theta in (
+                (p, a) for each in replicas for p, a in zip(each.params, anchor, strict=True)
+            ):
+                param.copy_(theta)
+    return Plain(_named(replicas[0], anchor), [_named(r, r.params) for r in replicas], moved)
 
 
-@dataclass(frozen=True)
-class _Sent:
-    gradients: list[torch.Tensor]
-    moved: float
-    apart: float
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return sum(each.square().sum().item() for each in tensors) ** 0.5
 
 
-def _send(anchor: list[torch.Tensor], replicas: list[_Replica]) -> _Sent:
-    gradients, apart = [], 0.0
-    for i, theta in enumerate(anchor):
-        every = torch.stack([each.params[i].detach() for each in replicas])
-        gradients.append(theta.detach() - every.mean(0))
-        apart += (every - every.mean(0)).square().sum().item() / len(replicas)
-    moved = sum(gradient.square().sum().item() for gradient in gradients)
-    return _Sent(gradients, moved**0.5, apart**0.5)
-
-
-def _take_up(
-    anchor: list[torch.Tensor], replicas: list[_Replica], sent: _Sent, sgd: torch.optim.Optimizer
-) -> None:
-    for theta, gradient in zip(anchor, sent.gradients, strict=True):
-        theta.grad = gradient
-    sgd.step()
-    with torch.no_grad():
-        for param, theta in ((p, a) for each in replicas for p, a in zip(each.params, anchor, strict=True)):
-            param.copy_(theta)
-
-
-class _Replica:
+class _Plain:
     def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
         self.decoder = Decoder(config.model, balance=balance_losses(config), dtype=dtype)
         self.decoder.initialize(config.training.seed)
@@ -217,20 +224,16 @@ class _Replica:
             )
         self.clip = o.clip_grad
 
-    def step(
-        self, config: RunConfig, batch: Sequence[torch.Tensor], rows: Sequence[slice], skipped: bool
-    ) -> float:
-        if skipped:
-            return float("nan")
+    def step(self, config: RunConfig, batch: Sequence[torch.Tensor]) -> None:
         self.optimizer.zero_grad()
-        own = [torch.cat([each[r] for r in rows]) for each in batch]
-        (loss_sum(self.decoder, config, own) / own[2].sum().item()).backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.params, self.clip or float("inf")))
+        for balance in self.decoder.balances().values():
+            balance.clear()
+        (loss_sum(self.decoder, config, batch) / batch[2].sum().item()).backward()
+        torch.nn.utils.clip_grad_norm_(self.params, self.clip or float("inf"))
         self.optimizer.step()
-        return norm
 
 
-def _named(replica: _Replica, values: Sequence[torch.Tensor]) -> Tensors:
+def _named(replica: _Plain, values: Sequence[torch.Tensor]) -> Tensors:
     return {n: v.detach().double().numpy().copy() for n, v in zip(replica.names, values, strict=True)}
 
 

@@ -120,7 +120,7 @@ def test_a_nan_of_a_middle_stage_stops_every_rank_and_harms_no_checkpoint(tmp_pa
     assert list(digest(tmp_path / "run")) and sorted(os.listdir(tmp_path / "run")) == [
         f"{SECRET}.{os.getuid()}",
         "iter_0000002",
-        "lease.1",
+        "lease",
     ]
 
 
@@ -146,4 +146,4 @@ def test_ranks_with_different_options_are_refused_at_the_start(tmp_path: Path) -
     ((kind, words),) = [line for text in ranks.texts() for line in errors(text)]
     assert kind == "ValueError" and "log-dir" not in words and "Traceback" not in "".join(ranks.texts())
     names(words, "ranks 1, 3", "--pipeline-schedule gpipe (rank 0: unset)", "--clip-grad 0.5 (rank 0: 1)")
-    assert {file.name for file in (tmp_path / "logs").iterdir()} == {"events.jsonl", "exit_status", "lease.1"}
+    assert {file.name for file in (tmp_path / "logs").iterdir()} == {"events.jsonl", "exit_status", "lease"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from megazero.calibrate import model, rates, timing
 from megazero.calibrate.options import read_request
 from megazero.calibrate.run import Calibration
-from megazero.config import ConfigError, World, make_config
+from megazero.config import World, make_config
 from megazero.config.options.cluster import load_cluster
 from megazero.mesh.launch import Launch
 from megazero.plan.base_layout import BaseLayout
@@ -29,27 +28,22 @@ def shared_groups() -> int:
     return sum(group.size() > 1 for group in torch.distributed.distributed_c10d._world.pg_map)
 
 
-def calibrated(output: str, more: list[str]) -> str:
-    """Return what a rank was told of its flags, or ''."""
+def calibrated(output: str, more: list[str]) -> None:
     timing.ROUND_S, rates.ELEMENTS["cpu"], rates.MATRIX["cpu"] = 1e-4, 1 << 12, 64
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     words = ["--cluster-output", output, "--calibrate-rounds", "3", "--calibrate-largest-bytes", "4096"]
     request = read_request([*MODEL, *words, *more])
     config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
     launch = Launch(rank, world, rank % 2, 2)
-    try:
-        run = Calibration(request, config, launch, 2, torch.device("cpu"))
-    except ConfigError as error:
-        return f"{error}"
+    run = Calibration(request, config, launch, 2, torch.device("cpu"))
     before = shared_groups()
     run.measure()
     assert shared_groups() == before, "communicators of what was measured are left"
     if rank == 0:
         run.write()
-    return ""
 
 
-def too_large_for_one(output: str, more: list[str]) -> str:
+def too_large_for_one(output: str, more: list[str]) -> None:
     """Calibrate where rank 1 has no memory for two samples on one rank."""
     made = model._calls
 
@@ -60,7 +54,7 @@ def too_large_for_one(output: str, more: list[str]) -> str:
 
     model._calls = calls
     try:
-        return calibrated(output, more)
+        calibrated(output, more)
     finally:
         model._calls = made
 
@@ -68,19 +62,15 @@ def too_large_for_one(output: str, more: list[str]) -> str:
 @pytest.mark.slow
 def test_a_size_for_which_a_rank_has_no_memory_is_left_out(tmp_path: Path) -> None:
     output = tmp_path / "lab.yaml"
-    assert run_ranks(4, too_large_for_one, str(output), ["--calibrate-micro-batches", "1", "2"]) == [""] * 4
+    run_ranks(4, too_large_for_one, str(output), ["--calibrate-micro-batches", "1", "2"])
     found = {(row.tp, row.micro_batch) for row in load_cluster(str(output)).layers}
     assert found == {(1, 1), (2, 1), (2, 2)}
-    rows = map(json.loads, (tmp_path / "lab.yaml.measured.jsonl").read_text().splitlines()[1:])
-    left = {"point": "modules tp 1 micro-batch 2", "rows": []}  # a resume goes on behind it
-    assert left in list(rows)
 
 
 @pytest.mark.slow
-def test_a_cluster_is_measured_once_and_planned_with(tmp_path: Path) -> None:
+def test_a_cluster_is_measured_and_planned_with(tmp_path: Path) -> None:
     output = tmp_path / "lab.yaml"
-    small = ["--calibrate-micro-batches", "2"]
-    assert run_ranks(4, calibrated, str(output), small) == [""] * 4
+    run_ranks(4, calibrated, str(output), ["--calibrate-micro-batches", "2"])
     cluster = load_cluster(str(output))
     assert (cluster.nodes, cluster.ranks_per_node) == (2, 2) and cluster.cores is not None
     assert {(r.operation, r.ranks, r.nodes) for r in cluster.collectives} == {
@@ -90,18 +80,6 @@ def test_a_cluster_is_measured_once_and_planned_with(tmp_path: Path) -> None:
     assert {(r.module, r.tp) for r in cluster.layers} == {
         (name, tp) for name in ("embedding", "layer", "head") for tp in (1, 2)
     }
-
-    kept = tmp_path / "lab.yaml.measured.jsonl"
-    lines = kept.read_text().splitlines()
-    kept.write_text("\n".join(lines[:-1]) + "\n")  # as if stopped before the last point
-    assert run_ranks(4, calibrated, str(output), small) == [""] * 4
-    again = kept.read_text().splitlines()
-    assert again[:-1] == lines[:-1] and json.loads(again[-1])["point"] == json.loads(lines[-1])["point"]
-    assert again[-1] != lines[-1], "the last point was measured anew"
-    refused = run_ranks(
-        4, calibrated, str(output), ["--calibrate-micro-batches", "2", "--swiglu", "--fp32", "--seed", "7"]
-    )
-    assert all("another flags" in said for said in refused), refused
 
     world = World(4, 2)
     values = {"micro_batch_size": 2, "global_batch_size": 16, "zero_preset": "zero3", "ranks_per_node": 2}

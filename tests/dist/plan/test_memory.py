@@ -35,9 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bf16": {"zero_preset": "zero3", "params_dtype": "bf16"},
     "zeropp": {"zero_preset": "zeropp", "params_dtype": "bf16"},
     "joined layers": {"zero_preset": "zeropp", "params_dtype": "bf16", "zero_unit_layers": 3},
-    "small moments": {"zero_preset": "zero2", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "int8"},
-    "outer replicas": {"zero_preset": "ddp", "outer_interval": 2, "outer_bits": 4},
-    "late replicas": {"zero_preset": "zero2", "outer_interval": 3, "outer_delay": 1},
+    "small moments": {"zero_preset": "zero2", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
     "tensor parallel": {"zero_preset": "zero3", "tensor_model_parallel_size": 2},
     "muon": {"zero_preset": "zero3", "optimizer": "muon", "params_dtype": "bf16"},
     "experts": {**EXPERTS, "zero_preset": "zero3"},
@@ -66,9 +64,6 @@ def state_bytes(engine: Any) -> int:
             *(unit.master.value, unit.gradients.grad),
         )
     ]
-    if engine.outer is not None:
-        buffers += [t for a in engine.outer.anchors.values() for t in (a.value, a.momentum, a.residual)]
-        buffers += engine.outer.flight.sums.values() if engine.outer.flight else ()
     held = [t for t in (*moments, *buffers) if isinstance(t, torch.Tensor) and t.numel() > 1]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
@@ -92,13 +87,11 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
         on = replace(on, cores=Cores(2, 2), device=replace(on.device, fp32_tflops=1.0))
         said = Layout(BaseLayout(run.config, World(4, 2), on, Collectives(on)), run.config.zero)
         memory = said.memory_of(run.mesh.pp.index, said.loss_chunk)
-        arenas = {run.engine.arena} | ({run.engine.outer.context.arena} if run.engine.outer else set())
-        peak = sum(arena.peak for arena in arenas)
-        out.append((states[-1], peak, memory.model_states, memory.staging + memory.margin))
+        out.append((states[-1], run.engine.arena.peak, memory.model_states, memory.staging + memory.margin))
     return out
 
 
-FEW = ("ddp", "whole gradients", "zeropp", "late replicas", "tensor parallel", "muon")
+FEW = ("ddp", "whole gradients", "zeropp", "tensor parallel", "muon")
 NAMES = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in LAYOUTS]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.loss import data
-from benchmarks.loss.run import RANKS, Run, Settings, train
+from benchmarks.loss.run import Run, Settings, ranks_of, train
 from benchmarks.loss.variants import VARIANTS
 from benchmarks.rank_threads import run_threads
 from megazero.data.text import stdlib_sources
@@ -22,7 +22,7 @@ TINY = Settings(
 )  # fmt: skip
 # Gathers and quantised hops inside nodes too; differences, one rank a node; all that is exact.
 CASES = [("sdp4bit", 2, 3), ("zeropp-hadamard", 1, 3), ("zero3", 2, 3), ("hpz", 2, 3)]
-# Outer replicas of two ranks, and of one.
+# Replicas of two ranks, and of one, side by side in each process.
 CASES += [("outer-8-0.7-4bit", 2, 9), ("outer-8-1-2bit", 1, 8), ("outer-8-1-muon", 2, 8)]
 # Ranks of several nodes share the experts.
 CASES += [("dispatch-int8", 1, 3)]
@@ -44,8 +44,8 @@ def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(data, "sources", lambda name: stdlib_sources()[:12])
     folder = data.prepare(tmp_path, "stdlib", TINY.vocabulary)
     same = ("loss", "errors", "digest", "sent", "skipped")
-    for (name, node, steps), gloo in zip(
-        CASES, run_ranks(RANKS, by_gloo, folder, CASES, timeout=300)[0], strict=True
-    ):
-        here = run_threads(RANKS, train, folder, settings(name, node, steps), Run(name, 1))[0]
+    for name, node, steps in CASES:
+        ranks = ranks_of(settings(name, node, steps), Run(name, 1))
+        (gloo,) = run_ranks(ranks, by_gloo, folder, [(name, node, steps)], timeout=300)[0]
+        here = run_threads(ranks, train, folder, settings(name, node, steps), Run(name, 1))[0]
         assert {key: here[key] for key in same} == {key: gloo[key] for key in same}, name

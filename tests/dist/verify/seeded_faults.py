@@ -15,7 +15,6 @@ from torch import Tensor
 from megazero.comm import hops
 from megazero.comm import peers as peers_module
 from megazero.comm.codec import Blockwise
-from megazero.comm.lane import Chain
 from megazero.comm.peers import Peers, Pending
 from megazero.config import RunConfig
 from megazero.cp import ContextParallel
@@ -24,11 +23,10 @@ from megazero.models.experts import Experts, MixtureOfExperts
 from megazero.moe import Balance, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.tp import TensorParallel
-from megazero.zero import Engine, outer
+from megazero.zero import Engine
 from megazero.zero import engine as engine_module
 from megazero.zero.gradients import Gradients
 from megazero.zero.slices import Slice
-from megazero.zero.unit import Unit
 from megazero.zero.weights import Weights
 
 
@@ -162,26 +160,6 @@ def _wrong_bytes(place: Place) -> None:
         return exchange(axis, out, messages, traffic)
 
     place.replace(hops, "start_exchange", twice)
-
-
-def _sum_of_replicas(place: Place) -> None:
-    """The outer gradient is the sum over replicas, not their mean."""
-    update, count = outer.outer_update, place.mesh.grid.outer
-    place.replace(
-        outer, "outer_update", lambda anchor, gradient, rule: update(anchor, gradient.mul_(count), rule)
-    )
-
-
-def _stale_anchor(place: Place) -> None:
-    """Replicas go on from the weights that they had, not from the new anchor."""
-    take_up = outer.OuterSteps._take_up
-
-    def kept(steps: outer.OuterSteps, unit: Unit, sums: Slice) -> Chain:
-        held = unit.master.value.clone()
-        yield from take_up(steps, unit, sums)
-        unit.master.value.copy_(held)
-
-    place.replace(outer.OuterSteps, "_take_up", kept)
 
 
 def _unswapped_gradient(place: Place) -> None:
@@ -368,8 +346,6 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "lost-activation": _lost_activation,
     "wrong-noise": _wrong_noise,
     "wrong-bytes": _wrong_bytes,
-    "sum-of-replicas": _sum_of_replicas,
-    "stale-anchor": _stale_anchor,
     "unswapped-gradient": _unswapped_gradient,
     "shifted-part": _shifted_part,
     "doubled-swap": _doubled_swap,

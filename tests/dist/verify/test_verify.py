@@ -34,17 +34,10 @@ TENSORS = f"{LLAMA} --tensor-model-parallel-size 2"
 NODES = f"{LLAMA} --ranks-per-node 2"
 ZEROPP = f"{NODES} --zero-preset zeropp"
 JOINED = "--zero-unit-layers 2"
-SMALL_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype int8"
+SMALL_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 ZEROPP_FP16 = ZEROPP.replace("--bf16", "--fp16")
 RANDOM = f"{NODES} --zero-preset ddp {SMALL_MOMENTS}"
-OUTER = f"{NODES} --zero-preset zero3 --outer-interval 8"
 EIGHT = LLAMA.replace("--world-size 4", "--world-size 8")
-OUTER_TENSORS = (
-    f"{EIGHT} --ranks-per-node 2 --tensor-model-parallel-size 2 --outer-interval 1 --outer-replicas 2 "
-    "--outer-optimizer sgd --outer-bits 4"
-)
-LATE = f"{LLAMA} --world-size 2 --ranks-per-node 1 --outer-interval 64 --outer-delay 3"
-LATE_GRID = f"{GRID} --world-size 8 --ranks-per-node 4 --outer-interval 9 --outer-delay 2 --outer-bits 8"
 
 CONTEXTS = f"{NODES} --context-parallel-size 4 --cp-comm-type a2a --zero-preset zero3"
 CONTEXTS += " --recompute-granularity selective"
@@ -66,7 +59,6 @@ SHARED_ZEROPP = (
     f"{ZEROPP} {JOINED} {EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 512 "
     "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 )
-SHARED_OUTER = f"{OUTER} {EXPERTS} --expert-model-parallel-size 2"
 SHARED_GRID = (
     f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--pipeline-schedule zb-h1 --ranks-per-node 4 --expert-model-parallel-size 4 --zero-preset zero2"
@@ -92,9 +84,9 @@ EVEN = (
     f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --num-experts 8 "
     "--moe-router-topk 1 --moe-ffn-hidden-size 512 --moe-router-load-balancing-type sinkhorn"
 )
-# What replicas do with experts, and another optimizer than AdamW.
-EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.1"
-EXPERTS_APART += " --moe-router-load-balancing-type global_aux_loss"
+# Another optimizer than AdamW.
+EXPERTS_LION = f"{NODES} --zero-preset zero3 --optimizer lion --num-experts 8 --moe-ffn-hidden-size 512"
+EXPERTS_LION += " --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss"
 
 FP8 = f"{TENSORS} --sequence-parallel --recompute-granularity full --fp8-format hybrid"
 FP8_STAGES = f"{GRID} --pipeline-schedule zb-h1 --recompute-granularity selective"
@@ -111,8 +103,6 @@ SEEN = {
     "lost-activation": (GRID, "Pass 1, exact: activations"),
     "wrong-noise": (RANDOM, "Pass 2, as configured: master replicas"),  # pass 1 has no small moments
     "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent"),
-    "sum-of-replicas": (OUTER, "Pass 1, outer steps: outer steps"),
-    "stale-anchor": (LATE, "Pass 1, outer steps: weights after outer steps"),
     "unswapped-gradient": (CONTEXTS, "Pass 1, exact: gradients"),
     "shifted-part": (CONTEXTS, "Pass 1, exact: gradients"),
     "recounted-tokens": (BALANCED, "Pass 1, exact: expert loads"),
@@ -140,17 +130,13 @@ ALWAYS = ("zeropp", "balanced experts")
 CERTIFIED = {
     "zeropp": f"{ZEROPP} {SMALL_MOMENTS} {JOINED}",
     "grid": GRID,
-    "late replicas": LATE,
     "grid, joined layers": f"{GRID} {JOINED}",
     "zeropp, fp16": ZEROPP_FP16,
-    "outer replicas": OUTER,
-    "outer replicas of two nodes, INT4": OUTER_TENSORS,
-    "late replicas of stages, INT8": LATE_GRID,
     "contexts": CONTEXTS,
     "grid of contexts": CONTEXT_GRID,
     "balanced experts": BALANCED,
     "even experts": EVEN,
-    "experts of replicas, lion": EXPERTS_APART,
+    "experts, lion": EXPERTS_LION,
     "gathered keys": KEYS,
     "swaps and gathered keys": BOTH_OF_TENSORS,
     "gathered latents": f"{KEYS} --multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-layernorm",
@@ -158,7 +144,6 @@ CERTIFIED = {
     "swaps and keys, INT8": f"{BOTH_OF_TENSORS} --cp-gather-bits 8",
     "shared experts, zeropp": SHARED_ZEROPP,
     "shared experts, zeropp, muon": f"{SHARED_ZEROPP} --optimizer muon",
-    "shared experts, outer replicas": SHARED_OUTER,
     "grid of shared experts": SHARED_GRID,
     "experts of two nodes, INT8": CROSSING,
     "grid of experts of two nodes": CROSSING_GRID,
@@ -173,16 +158,13 @@ CERTIFIED = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in CERTIFIED]
 )
 def test_a_right_configuration_is_certified(name: str) -> None:
-    """More with outer replicas: pytest -m slow tests/dist/verify/test_verify.py -k replicas."""
     words = CERTIFIED[name]
     certificate = certify(words)
     assert certificate.good, certificate.verdict
     checks = [check.name for section in certificate.sections for check in section.checks]
-    moves = 1 if "--outer" in words else 2  # checkpoints of replicas load on as many, with other shards
-    assert checks.count("bytes sent") == 2 and len([n for n in checks if n.startswith("reshard")]) == moves
+    assert checks.count("bytes sent") == 2 and len([n for n in checks if n.startswith("reshard")]) == 2
     assert any(n.startswith("rounding of weights, INT4") for n in checks) == (ZEROPP[len(NODES) :] in words)
     assert checks.count(ROUNDED_KEYS) == ("--cp-gather-bits" in words)
-    assert checks.count("outer steps") == (2 if "--outer-interval" in words else 0)
 
 
 def test_every_fault_has_a_test() -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import commit_trees, compare_commits
-from benchmarks.compare_commits import CASES, ITERATIONS, Row, compare, table
-from benchmarks.step_time_against import CONTESTANTS, Round, Turn, flags_of, report
+from benchmarks.compare_commits import CASES, ITERATIONS, compare
 from megazero.config import World, parse
-from tests.messages import names
 
 NEXT = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
 
@@ -42,41 +39,10 @@ def test_one_bit_is_a_difference(other: torch.Tensor | None, elements: int, most
     assert compare(two, one) == found
 
 
-def test_numbers_that_are_none_are_compared_by_their_bits() -> None:
-    nan, scalar = torch.tensor([math.nan, 1.0]), torch.tensor(3)
-    assert not compare({"a": nan, "b": scalar}, {"a": nan.clone(), "b": scalar.clone()})
-    (found,) = compare({"a": nan}, {"a": torch.ones(2)})
-    assert found.elements == 1 and math.isnan(found.most)
-    assert "by nan at most (a)" in compare_commits.verdict(Row("case", 8, 1, (found,)))
-
-
-def test_the_table_says_what_differs_and_what_failed() -> None:
-    one = {"master/w": torch.zeros(1000), "curve/lm_loss": torch.zeros(8)}
-    two = {"master/w": torch.zeros(1000).index_fill(0, torch.arange(3), 0.25), "curve/lm_loss": torch.ones(8)}
-    rows = [
-        Row("alike", 8, 2),
-        Row("a longer name", 8, 2, compare(one, two)),
-        Row("broken", 4, failed="Traceback\nValueError: no"),
-    ]
-    assert [row.equal for row in rows] == [True, False, False]
-    assert table(rows).splitlines() == [
-        "case           iterations  tensors  result",
-        "alike                   8        2  equal",
-        "a longer name           8        2  11 of 1,008 elements differ (2 tensors), by 1 at most (curve/lm_loss)",
-        "broken                  4        0  failed: ValueError: no",
-    ]
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_case_is_a_command_line(case: compare_commits.Case) -> None:
     config = parse(case.words("folder"), World(case.ranks, case.ranks))
     assert config.training.train_iters == ITERATIONS and config.checkpoint.save == "folder"
-
-
-@pytest.mark.parametrize("name", CONTESTANTS)
-def test_every_contestant_is_a_command_line(name: str) -> None:
-    options = Namespace(ranks=4, micro_batches=1, dtype="fp32")
-    assert parse(flags_of(name, options), World(4, 4)).batch.global_batch_size == 8
 
 
 SCRIPT = """
@@ -130,24 +96,9 @@ def test_a_run_pauses_after_the_steps_of_a_turn(tree: commit_trees.Tree) -> None
             assert wall > 0 and cpu > 0 and len(file.read_text()) == 1 + 3 * turn
 
 
-def test_step_times_are_compared_within_rounds() -> None:
-    walls, cpus = ((1.0, 1.1), (2.0, 2.0), (4.0, 3.6)), ((2.0, 1.0), (2.0, 3.0), (2.0, 2.0))
-    rounds = [
-        Round(Turn(wall[0], cpu[0]), Turn(wall[1], cpu[1])) for wall, cpu in zip(walls, cpus, strict=True)
-    ]
-    (line,) = report("HEAD~1", {"zero3": rounds})[1:]
-    assert " ".join(line.split()) == "zero3 2.000 s 2.000 s 1.000 (0.900 to 1.100) 1.000 (0.500 to 1.500)"
-
-
 needs_git = pytest.mark.skipif(
     not (commit_trees.ROOT / ".git").exists(), reason="not a checkout: there is no commit to compare with"
 )
-
-
-@needs_git
-def test_an_unknown_commit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare_commits.main(["--against", "no-such-commit"]) == 2
-    names(capsys.readouterr().err, "--against", "no-such-commit", "HEAD~1")
 
 
 @needs_git

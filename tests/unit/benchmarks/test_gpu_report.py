@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_report import __main__ as tool
 from benchmarks.gpu_report import training
 from benchmarks.gpu_report.pieces import BY_NAME, PIECES
 from benchmarks.gpu_report.record import REASON, Record, Skip
 from benchmarks.gpu_report.setting import TINY, Setting
 from benchmarks.steps import Shape, Step
 from tests.messages import names
-from tools import gpu_report as tool
 
 
 def test_a_failing_row_is_a_row(tmp_path: Path) -> None:

@@ -13,17 +13,6 @@ from tests.messages import refused
 from tests.soak.trials import run_trials
 
 
-def test_an_option_has_the_type_of_its_default() -> None:
-    parser = harness.parser(
-        "doc", rounds=7, rates=["none"], seconds=(1.5, "of a turn"), overlap=False, out=Path("a"), keep=Path
-    )
-    said = parser.parse_args(["--keep", "b", "--rounds", "3", "--rates", "1gbit", "none", "--overlap"])
-    assert (said.rounds, said.rates, said.seconds, said.overlap) == (3, ["1gbit", "none"], 1.5, True)
-    assert (said.out, said.keep) == (Path("a"), Path("b"))
-    with pytest.raises(SystemExit):
-        parser.parse_args([])  # --keep must be given
-
-
 def test_turns_rotate_and_rounds_that_warm_up_are_left_out() -> None:
     order: list[str] = []
 
@@ -56,19 +45,6 @@ def test_times_of_who_does_not_learn_do_not_count() -> None:
         harness.require_gradients({"a": 4.0, "b": 0.0})
 
 
-def test_one_process_at_a_time_adds_to_a_file(tmp_path: Path) -> None:
-    """A lock is an open file's, so two stores of this process are as two processes."""
-    first, second = (harness.Store(tmp_path / "new" / "runs.jsonl") for _ in range(2))
-    first.claim()
-    with refused("runs.jsonl", "another process"):
-        second.claim()
-    first.append({"run": 1})
-    del first
-    second.claim()
-    second.append({"run": 2})
-    assert second.records() == [{"run": 1}, {"run": 2}]
-
-
 def test_trials_that_are_missing_run_until_one_raises(tmp_path: Path) -> None:
     def trial(number: int) -> dict[str, object]:
         if number == 5:
@@ -84,13 +60,6 @@ def test_trials_that_are_missing_run_until_one_raises(tmp_path: Path) -> None:
     assert [row["trial"] for row in store.records()][3:] == [4]
 
 
-def test_ratios_are_round_by_round() -> None:
-    own, other = [1.0, 4.0, 3.0], [1.0, 2.0, 4.0]
-    assert harness.ratios(own, other) == [1.0, 2.0, 0.75]
-    assert harness.of_medians(own, other) == "1.50 (0.75 to 2.00)"
-    assert harness.spread(own, 1) == "3.0 (1.0 to 4.0)"
-
-
 def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n## One\n\nold\n\n## Two\n\nkept\n")
@@ -101,14 +70,6 @@ def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     assert harness.section(page, "One") == "    new"
     with refused("page.md", "Three"):
         harness.write_section(page, "Three", "text")
-
-
-def test_a_page_that_is_not_there_begins_as_that_of_docs(tmp_path: Path) -> None:
-    harness.write_section(tmp_path / "pipeline.md", "Bytes between nodes", "text")
-    docs = harness.DOCS / "results" / "pipeline.md"
-    assert harness.section(tmp_path / "pipeline.md", "Bytes between nodes") == "text"
-    for title in ("Bubble against theory", "Split backward: torch's and ours"):
-        assert harness.section(tmp_path / "pipeline.md", title) == harness.section(docs, title)
 
 
 def sums(factor: int) -> list[int]:

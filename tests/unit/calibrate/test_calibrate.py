@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from megazero.calibrate import rates
 from megazero.calibrate.command import main
 from megazero.calibrate.options import read_request
 from megazero.calibrate.points import CollectivePoint, modules, sizes, wires
-from megazero.calibrate.record import Measurements, cluster_text, links, write_cluster
+from megazero.calibrate.record import cluster_text, links, write_cluster
 from megazero.calibrate.run import Calibration
 from megazero.calibrate.timing import Clock
 from megazero.cli import check_nodes
 from megazero.config import World, make_config, read_arguments
 from megazero.config.options.cluster import load_cluster, parse_cluster
-from megazero.mesh.launch import read_launch
+from megazero.mesh.launch import Launch, read_launch
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from tests.messages import names, refused
@@ -114,21 +113,6 @@ def test_what_is_timed_has_random_operands(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(each.unique().numel() > 0.9 * each.numel() for each in operands.values())
 
 
-def test_progress_goes_on_and_refuses_another_model(tmp_path: Path) -> None:
-    path = tmp_path / "lab.yaml.measured.jsonl"
-    first = Measurements(path, {"model": 1})
-    first.add("a", [{"x": 1}])
-    first.add("b", [{"x": 2}])
-    path.write_text(path.read_text() + '{"point": "c", "ro')  # broken off
-    again = Measurements(path, {"model": 1})
-    assert again.done == {"a": [{"x": 1}], "b": [{"x": 2}]}
-    again.add("c", [{"x": 3}])
-    assert [json.loads(line).get("point") for line in path.read_text().splitlines()] == [None, "a", "b", "c"]
-    with refused("another model", "--calibrate-fresh"):
-        Measurements(path, {"model": 2})
-    assert Measurements(path, {"model": 2}, fresh=True).done == {}
-
-
 def test_a_file_that_cannot_be_kept_is_every_rank_s_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,10 +120,10 @@ def test_a_file_that_cannot_be_kept_is_every_rank_s_error(
     (tmp_path / "file").touch()
     told: list[Any] = []
     monkeypatch.setattr("megazero.calibrate.run.gather_objects", lambda value: told.append(value) or told)
-    run = object.__new__(Calibration)
-    run.first, run.request = True, read_request([*WORDS, "--cluster-output", f"{tmp_path}/file/lab.yaml"])
+    request = read_request([*WORDS, "--cluster-output", f"{tmp_path}/file/lab.yaml"])
+    config = make_config({**MODEL, "lr": 1e-3, "mock_data": True})
     with refused("--cluster-output: ", "file"):
-        run._progress({})
+        Calibration(request, config, Launch(0, 2, 0, 2), 2, torch.device("cpu"))
     assert len(told) == 1
 
 

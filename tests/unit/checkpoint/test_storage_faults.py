@@ -1,7 +1,6 @@
 """Storage that fails: saves are tried again, damage begins no run anew, copies lie in a second folder.
 
-Faults are raised here where Python asks the operating system (its audit events, and fsync).
-tests/soak/storage_faults.py lets every call fail, in whole runs and in the process that writes.
+Faults are raised where Python asks the operating system (its audit events, and fsync).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tests.sizes import TINY
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.scandir", "os.rmdir", "os.remove", "subprocess.Popen")
 PERSON = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
-FIRST: Any = SimpleNamespace(rank=0, grid=SimpleNamespace(outer=1))  # a mesh of one rank
+FIRST: Any = SimpleNamespace(rank=0)  # a mesh of one rank
 
 
 class Faults:

@@ -77,16 +77,6 @@ def test_an_exchange_counts_what_goes_to_others(
     assert traffic.take() == {"intra_node_bytes": 0, "inter_node_bytes": 0}, "a step's own"
 
 
-def test_what_crosses_the_outer_axis_counts_apart(used: list[tuple[object, object]]) -> None:
-    """There and back of a reduction, on its communicator."""
-    axis: Any = SimpleNamespace(**{**vars(AXIS), "spec": SimpleNamespace(role="outer")})
-    traffic, messages = Traffic(), torch.zeros(4, 5)
-    hops.start_exchange(axis, torch.empty_like(messages), messages, traffic)
-    hops.start_gather(axis, torch.zeros(20), torch.zeros(5), "reduce", traffic)
-    assert used == [("reductions", [5, 5, 5, 5]), ("reductions", None)]
-    assert dict(traffic.bytes) == {("outer", "inter_node"): 2 * 3 * 5 * 4}
-
-
 # -- verbs, on ranks of one process ----------------------------------------------------------------
 
 SIZE = 4

@@ -18,7 +18,7 @@ SHORT = {
     "EXPERTS": "--num-experts 12 --disable-bias-linear",
     "EIGHT": "--num-experts 8 --disable-bias-linear",
     "LONG": "--context-parallel-size 8 --seq-length 64 --num-attention-heads 8 --num-query-groups 8 --kv-channels 4",
-    "OUTER": "--outer-interval 4 --ranks-per-node 2",
+    "OUTER": "--outer-meet local:2 --outer-interval 4 --ranks-per-node 2",
     "PP": "--pipeline-model-parallel-size 2",
     "CP": "--context-parallel-size 2",
 }

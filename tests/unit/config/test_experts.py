@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers, ranks that share experts, and what --elastic makes of them."""
+"""Mixtures of experts: routers, and ranks that share experts."""
 
 from __future__ import annotations
 
@@ -86,12 +86,3 @@ def test_shards_between_which_the_size_lies_are_an_error() -> None:
 def test_with_its_flag_ranks_of_several_nodes_share_experts() -> None:
     crossing = {"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "exact", "micro_batch_size": 1}
     assert config(**crossing).parallel.expert_model_parallel_size == 8
-    fewer = config(World(4, 4), elastic=True, **crossing)
-    assert fewer.parallel.expert_model_parallel_size == 4
-
-
-def test_elastic_shares_experts_among_as_many_as_a_node_has() -> None:
-    given = {"elastic": True, "global_batch_size": 8, "micro_batch_size": 8, "expert_model_parallel_size": 4}
-    assert config(World(8, 4), **given).parallel.expert_model_parallel_size == 4
-    assert config(World(2, 2), **given).parallel.expert_model_parallel_size == 2
-    assert config(World(1, 1), **given).parallel.expert_model_parallel_size == 1

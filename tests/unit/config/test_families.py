@@ -14,7 +14,7 @@ from megazero.config.model.architecture import architecture_of, from_hf_config
 from megazero.config.model.mixers import mixers_of
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import make_model
-from megazero.config.model.spec import active_count, parameter_count, training_flops
+from megazero.config.model.spec import active_count, model_spec, parameter_count, training_flops
 from megazero.config.run import stored_values
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
@@ -461,10 +461,23 @@ LATENTS = {
 }
 
 
+# Layers that predict further tokens, which transformers leaves out.
+FURTHER = ("num_nextn_predict_layers",)
+
+
+def test_published_layers_of_further_tokens_have_their_parameters():
+    """685 billion of DeepSeek-V3 are 671.03, 11.61 and a second embedding and head (its README_WEIGHTS.md)."""
+    model = from_hf_config(LATENTS["DeepSeek-V3"][0])
+    again = 2 * model.vocabulary * model.hidden_size
+    assert model.mtp_num_layers == 1
+    assert (parameter_count(model) + again) / 1e9 == pytest.approx(684.5, abs=0.2)
+    assert model_spec(model).layers[-1].numel / 1e9 == pytest.approx(11.61, abs=0.005)
+
+
 @pytest.mark.parametrize("name", LATENTS)
 def test_published_models_with_latents_are_read(name):
     published, billions = LATENTS[name]
-    model = from_hf_config(published)
+    model = from_hf_config(published, FURTHER)
     kind = "DeepseekV2" if model.model_family == "deepseek_v2" else "DeepseekV3"
     known = {n: v for n, v in published.items() if n not in ("model_type", "auto_map")}
     with torch.device("meta"):
@@ -546,7 +559,7 @@ def test_which_layers_of_a_mixture_have_experts(fields, experts):
     ],
 )
 def test_a_published_mixture_has_its_parameters(name, count, active):
-    model = from_hf_config(PUBLISHED[name][0])
+    model = from_hf_config(PUBLISHED[name][0], FURTHER)
     assert parameter_count(model) == count
     assert active_count(model) == pytest.approx(active, rel=0.005)
     # Attention's products of positions besides; the embedding is looked up.
@@ -601,6 +614,10 @@ deepseek_v3 SIGMOIDS {} -> deepseek_v3
 deepseek_v3 SIGMOIDS {"multi_latent_attention": False} -> glm4_moe
 deepseek_v2 SIGMOIDS {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False} -> deepseek_v2
 mixtral SIGMOIDS {"moe_shared_expert_intermediate_size": None} -> --moe-router-score-f
+nemotron_h {"hybrid_layer_pattern": "M*"} -> nemotron_h
+nemotron_h SIGMOIDS {"hybrid_layer_pattern": "ME"} -> nemotron_h
+nemotron_h {"hybrid_layer_pattern": "M*", "swiglu": True, "squared_relu": False} -> --hybrid-layer-pattern
+nemotron_h {"hybrid_layer_pattern": "M*", "no_rope_freq": (2,)} -> nemotron_h; --no-rope-freq 2
 llama {"sliding_window": 64} -> mistral
 llama {"qk_norm": "all-heads", "transformer_block_type": "output-norm"} -> olmo2
 qwen2 {"add_qkv_bias": False} -> llama

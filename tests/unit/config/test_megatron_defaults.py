@@ -133,8 +133,9 @@ def test_defaults_are_those_of_the_installed_megatron_core() -> None:
     }
     # Required here and there, or said by consts (--bf16).
     skip = {"num_layers", "num_attention_heads", "hidden_size", "lr", "min_lr", "params_dtype", *derived}
-    # 0.95 in the dataclass, and always 0.9 of the flags; the optimizer's, which follows the transformer's.
-    skip |= {"muon_momentum", "fp8_recipe"}
+    # 0.95 in the dataclass, and always 0.9 of the flags; the optimizer's, which follows the transformer's;
+    # None for 0 or derived.
+    skip |= {"muon_momentum", "fp8_recipe", "mtp_num_layers", "mamba_num_heads"}
     shared = {name: value for name, value in facts.items() if name in all_options() and name not in skip}
     assert {"hidden_dropout", "normalization", "add_bias_linear", "norm_epsilon", "adam_eps"} <= shared.keys()
     kept = {name: {torch.float32: "fp32"}[shared[name]] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}

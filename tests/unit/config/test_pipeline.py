@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.config.layout.pipeline import layout_layers, stage_costs
+from megazero.config.layout.pipeline import layout_layers, layout_letters, stage_costs
 from megazero.config.model.spec import training_flops
 from megazero.config.summary import describe
 from tests.sizes import SMALL
@@ -74,17 +74,22 @@ def test_partition_options():
         "E|tttt|tttt|L",
         "E(t|t)*3|(tt|)*1L",
         "Etttt|(t|tt|tL)*1",
+        "Et*4|t*3,mL",
+        "E|tttt|tttt|m*2L",
     ],
 )
 def test_layouts_are_read_as_megatron_reads_them(layout):
     core = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
     theirs = core.PipelineParallelLayerLayout(layout, 2)
-    config = legal(pipeline_partition=layout, global_batch_size=32, num_layers=sum(layout_layers(layout)))
+    more = {"mtp_num_layers": (layout_letters(layout) or "").count("m"), "position_embedding_type": "rope"}
+    sizes = {"num_layers": sum(layout_layers(layout)), "global_batch_size": 32}
+    config = legal(pipeline_partition=layout, **sizes, **more)
     assert config.virtual_stages == theirs.virtual_pipeline_model_parallel_size
     for stage in config.stages():
         held = theirs.layout[stage.rank][stage.index // 2]
         assert [each.name for each in held] == [
-            *["embedding"] * stage.embedding, *["decoder"] * len(stage.layers), *["loss"] * stage.head
+            *["embedding"] * stage.embedding, *["decoder"] * len(stage.main),
+            *["mtp"] * stage.further, *["loss"] * stage.head,
         ]  # fmt: skip
 
 

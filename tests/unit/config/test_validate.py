@@ -130,11 +130,15 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --zero-gradient-transform hadamard -> --zero-gradient-transform hadamard; --zero-quantized-gradients
 --zero-block-size 64 -> --zero-block-size 64; --zero-quantized-weights; --zero-quantized-gradients
 --zero-exact-numel 0 -> --zero-exact-numel 0; --zero-quantized-weights; --zero-quantized-gradients
---save x --stop-on-spike -> --stop-on-spike; --save-interval
 PP --num-layers 1 --decoder-last-pipeline-num-layers 1 -> --pipeline-model-parallel-size 2; 1 ranks, or 2 layers
 --num-layers 8 PP --num-virtual-stages-per-pipeline-rank 6
     -> --pipeline-model-parallel-size 2; 5 stages per rank, or 10 layers
-PP --pipeline-model-parallel-layout Et*3|tmL -> --pipeline-partition Et*3|tmL; balanced
+PP --pipeline-model-parallel-layout Et*3|tmL -> --pipeline-partition Et*3|tmL; --mtp-num-layers 0; Et*3|tL
+PP --pipeline-model-parallel-layout Et|t*3L --mtp-num-layers 2
+    -> --pipeline-partition Et|t*3L; --mtp-num-layers 2; Et|t*3mmL
+PP --pipeline-model-parallel-layout Et*3m|tL -> --pipeline-partition Et*3m|tL; balanced
+--mtp-num-layers 1 --position-embedding-type learned_absolute
+    -> --mtp-num-layers 1; --position-embedding-type learned_absolute; --position-embedding-type rope
 PP --pipeline-model-parallel-layout Et|(t|)*2tt -> --pipeline-partition Et|(t|)*2tt; balanced
 PP --pipeline-model-parallel-layout Et|t|ttL -> --pipeline-model-parallel-size 2; 2,2
 --num-layers 8 PP --num-layers-per-virtual-pipeline-stage 3
@@ -194,12 +198,26 @@ CP --seq-length 31 -> --context-parallel-size 2; --seq-length 31; 30 or 32
 CP --seq-length 30 --tensor-model-parallel-size 2 --sequence-parallel
     -> --context-parallel-size 2; --seq-length 30; --tensor-model-parallel-size 2; 28 or 32
 CP --model-family qwen3_next --kv-channels 8
-    -> --context-parallel-size 2; --experimental-attention-variant gated_delta_net; 1
+    -> --context-parallel-size 2; 1
 --model-family qwen3_next --kv-channels 8 --linear-num-value-heads 24
     -> --linear-num-value-heads 24; --linear-num-key-heads 16; 16 or 32
 --model-family qwen3_next --kv-channels 8 --tensor-model-parallel-size 4 --linear-num-key-heads 2
     -> --linear-num-key-heads 2; --tensor-model-parallel-size 4; 2
 --model-family qwen3_next --kv-channels 8 --linear-attention-freq 0,1 -> --linear-attention-freq 0,1; --num-layers
+--hybrid-layer-pattern M+-- -> --hybrid-layer-pattern M+--; --multi-latent-attention; M--
+--hybrid-layer-pattern M*- --num-layers 4 -> --hybrid-layer-pattern M*-; --num-layers 4; --num-layers 3
+--hybrid-layer-pattern EE --num-layers 2 --num-experts 4 -> --hybrid-layer-pattern EE; M, G or *
+--hybrid-layer-pattern M-E* -> --hybrid-layer-pattern M-E*; --num-experts
+--hybrid-layer-pattern M-M* --num-experts 4 -> --num-experts 4; --hybrid-layer-pattern M-M*; E
+--hybrid-layer-pattern M-M* --transformer-block-type parallel -> --transformer-block-type parallel; sequential
+--hybrid-layer-pattern M-M* --mamba-num-groups 3 -> --mamba-num-heads 2; --mamba-num-groups 3; 3
+--hybrid-layer-pattern M-M* --mamba-num-groups 2 --tensor-model-parallel-size 4
+    -> --mamba-num-groups 2; --tensor-model-parallel-size 4; 2
+CP --hybrid-layer-pattern M-M* --mamba-num-groups 2 -> --context-parallel-size 2; 1
+--hybrid-layer-pattern M-|M* --mamba-num-groups 2 PP --pipeline-partition 1,3
+    -> --pipeline-partition 1,3; M-|M*; 2,2
+--is-hybrid-model -> --is-hybrid-model; --hybrid-layer-pattern
+--spec other_module stack_spec -> --spec; --hybrid-layer-pattern
 CP --num-attention-heads 9 --kv-channels 4 --cp-comm-type a2a
     -> --context-parallel-size 2; --cp-comm-type; 1 or 3, or any with --cp-comm-type all_gather
 --context-parallel-size 4 --num-attention-heads 12 --num-query-groups 6 --kv-channels 4 --cp-comm-type a2a
@@ -239,8 +257,6 @@ EXPERTS --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 1 
 EXPERTS --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel
     -> --tensor-model-parallel-size 2; 1
 EXPERTS --tensor-model-parallel-size 2 -> --num-experts; --tensor-model-parallel-size; --sequence-parallel
-EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --outer-interval 4
-    -> --moe-router-enable-expert-bias; --moe-router-load-balancing-type seq_aux_loss with --moe-aux-loss-coeff
 --checkpoint-activations --recompute-granularity selective -> --checkpoint-activations; --recompute-granularity
 --recompute-activations --checkpoint-activations -> --checkpoint-activations; --recompute-granularity
 --use-rotary-position-embeddings --position-embedding-type learned_absolute
@@ -300,17 +316,20 @@ EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 --lr-warmup-tokens 100 --global-batch-size 16 -> --lr-warmup-tokens; --lr-decay-tokens; --lr-warmup-samples
 --tensorboard-queue 5 -> --tensorboard-queue; --tensorboard-queue-size
 --rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --finetune
-OUTER --outer-replicas 3 -> --outer-replicas; 2
---outer-bits 4 -> --outer-bits 4; --outer-interval
---outer-replicas 2 -> --outer-replicas 2; --outer-interval
---outer-delay 1 -> --outer-delay 1; --outer-interval
+OUTER --outer-replicas 3 -> --outer-replicas; --outer-meet
+--outer-bits 4 -> --outer-bits 4; --outer-meet
+--outer-delay 1 -> --outer-delay 1; --outer-meet
+OUTER --train-iters 9 --global-batch-size 8 -> --train-iters 9; --outer-meet; --train-samples 144
+OUTER --outer-meet here -> --outer-meet here; local:2
+OUTER --outer-ranks 12 -> --outer-ranks 12; 16
+OUTER --outer-name a -> --outer-meet local:2; --outer-name
+OUTER --skip-train-iteration-range 2-3 -> --skip-train-iteration-range; --outer-meet
+OUTER --outer-min-lr 0.1 -> --outer-min-lr; --outer-lr-decay-style linear
 OUTER --outer-optimizer average --outer-lr 0.5 -> --outer-lr 0.5; --outer-optimizer
 OUTER --outer-rounding nearest -> --outer-rounding nearest; --outer-bits
 OUTER --loss-policy outer -> --loss-policy outer; --loss-policy exact
-OUTER --zero-preset zeropp --outer-replicas 2 -> --outer-interval; --no-zero-quantized-weights-delta
-OUTER --zero-shard 8,8,8 -> 2,2,2
+OUTER --zero-preset zeropp -> --outer-meet; --no-zero-quantized-weights-delta
 OUTER --outer-delay 4 -> --outer-delay 4; --outer-interval 4; 3
-OUTER --pipeline-model-parallel-size 4 -> world size: 4
 --eval-iters -2 -> --eval-iters -2
 --eval-iters 0 --log-interval 0 -> --log-interval 0; 1
 --sliding-window 0 -> --sliding-window 0

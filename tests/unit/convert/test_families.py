@@ -99,19 +99,50 @@ def test_routers_in_fp32_stay_so_in_a_folder_of_bf16(tmp_path: Path) -> None:
     assert same_bits(theirs.folder, there)
 
 
-def test_layers_that_predict_further_tokens_are_left_out_only_where_they_are_set_aside(
-    tmp_path: Path,
-) -> None:
-    folder = save("glm4_moe", tmp_path / "hf", num_hidden_layers=3)
+def further(variant: str, root: Path, tied: bool = False) -> Path:
+    """A folder whose third layer predicts further tokens, with the names of published ones."""
+    folder = save(variant, root, num_hidden_layers=3, tie_word_embeddings=tied)
     shown = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**shown, "num_hidden_layers": 2}))
-    with refused("model.layers.2", "--accept-field", "num_nextn_predict_layers"):
-        _ = Published.open(folder).names
-    names = Published.open(folder, ("num_nextn_predict_layers",)).names
-    assert not [name for name in names if ".layers.2." in name] and len(names) > 20
-    (folder / "config.json").write_text(json.dumps({**shown, "num_hidden_layers": 1}))
-    with refused("model.layers.2"):
-        _ = Published.open(folder, ("num_nextn_predict_layers",)).names
+    told = {**shown, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(told))
+    tensors, layer, h = load_file(folder / "model.safetensors"), "model.layers.2.", shown["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{layer}{name}.weight"] = torch.rand(h)
+    tensors[f"{layer}eh_proj.weight"] = torch.randn(h, 2 * h)
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors[f"{layer}embed_tokens.weight"] = embedding.clone()
+    tensors[f"{layer}shared_head.head.weight"] = tensors.get("lm_head.weight", embedding).clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("variant", "tied"), [("glm4_moe", True), ("deepseek_v3", False)])
+def test_layers_that_predict_further_tokens_come_in_and_go_out(
+    variant: str, tied: bool, tmp_path: Path
+) -> None:
+    """transformers, which computes the same of the rest, passes over them."""
+    theirs = further(variant, tmp_path / "hf", tied)
+    path = write_checkpoint(Published.open(theirs), tmp_path / "ck")
+    out = finish(write_folder(Source(path), tmp_path / "out"))
+    assert same_bits(Folder.open(theirs), Folder.open(out))
+    assert Folder.open(out).config["num_nextn_predict_layers"] == 1
+    assert all(line.good is not False for line in check.compare_logits(Source(path), Published.open(out)))
+
+
+def test_layers_that_predict_further_tokens_may_be_set_aside(tmp_path: Path) -> None:
+    folder, accept = further("glm4_moe", tmp_path / "hf"), ("num_nextn_predict_layers",)
+    file = folder / "model.safetensors"
+    left = Published.open(folder, accept)
+    assert left.model.mtp_num_layers == 0 and not [name for name in left.names if ".layers.2." in name]
+    tensors, again = load_file(file), "model.layers.2.embed_tokens.weight"
+    save_file({**tensors, again: torch.zeros_like(tensors[again])}, file)
+    with refused(again, "model.embed_tokens.weight"):
+        Published.open(folder)
+    kept = {name: x for name, x in tensors.items() if ".layers.2." not in name}
+    save_file(kept, file)
+    with refused("num_nextn_predict_layers = 1", "model.layers.2.enorm.weight", "--accept-field"):
+        Published.open(folder)
+    assert Published.open(folder, accept).names.keys() == left.names.keys()
 
 
 def test_tensors_of_further_tokens_with_names_of_their_own_are_left_out_as_well(tmp_path: Path) -> None:

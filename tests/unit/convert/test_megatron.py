@@ -334,21 +334,6 @@ def test_centred_norms_stay_what_they_are(said, tmp_path):
     assert weights.dtype_of(next(n for n in weights.shapes if "norm" in n)) == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
-def test_the_gate_is_where_the_argument_says(kind, tmp_path):
-    """BLOOM's fork multiplies the first half by the activated second one."""
-    args = arguments("llama", glu_activation=kind)
-    del args.swiglu  # which that fork has not
-    tensors = megatron(original("llama"))
-    weights = MegatronWeights.open(torch_dist(tmp_path, tensors, args))
-    made = Decoder(weights.model)
-    load_stored(made, {name: weights.tensor(name) for name in weights.shapes})
-    up, gate = tensors["decoder.layers.1.mlp.linear_fc1.weight"].chunk(2)
-    parameters = dict(made.named_parameters())
-    assert torch.equal(parameters["layers.1.mlp.gate_proj.weight"], gate)
-    assert torch.equal(parameters["layers.1.mlp.up_proj.weight"], up)
-
-
 @pytest.mark.parametrize(
     "said, options",
     [
@@ -414,7 +399,8 @@ def test_without_arguments_flags_say_the_model(tmp_path):
             {"multi_head_latent_attention": True},
             "--multi-head-latent-attention .*of other kinds nothing is built",
         ),
-        ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
+        ({"mtp_num_layers": 1}, "mtp.layers.0.enorm.weight is missing"),
+        ({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"scale_depth": 1.4}, "--scale-depth 1.4 of the checkpoint's arguments: "),
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi .* since 2023; use rope or"),

@@ -20,10 +20,8 @@ from megazero.data.build import blends_by_share, build_dataset, split_bounds, wh
 from megazero.data.gpt import SampleSpec, sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.mock import MockDataset
-from megazero.data.source import DatasetSource
 from megazero.data.tokenizer import TokenizerInfo, write_meta
 from megazero.models.masking import Masking
-from megazero.train.data.datasets import unlike_replicas
 from tests.messages import refused
 
 VOCAB, EOD = 997, 7
@@ -373,15 +371,3 @@ def test_mock_data_is_deterministic_and_learnable() -> None:
     inside = (tokens != EOD) & (labels != EOD)
     steps = ((labels - (labels > EOD)) - (tokens - (tokens > EOD)))[inside] % (VOCAB - 1)
     assert len(np.unique(steps)) == 1  # the next token follows from the last
-
-
-def test_a_start_with_such_replicas_says_so(data: list[str]) -> None:
-    blend = ["0.6", data[0], "0.3", data[1], "0.1", data[2]]
-    train = DatasetSource(ours(blend, None, samples=(400, 0, 0))[0])
-    (note,) = unlike_replicas(train, 0, 2, 1)
-    for part in (data[1], "40%", "20%", "1 sample in turn", "--micro-batch-size"):
-        assert part in note
-    for consumed, replicas, block in ((0, 1, 1), (0, 2, 2), (train.samples, 2, 1)):
-        assert not list(unlike_replicas(train, consumed, replicas, block))
-    alone = DatasetSource(ours([data[0]], None)[0])
-    assert not list(unlike_replicas(alone, 0, 2, 1))

@@ -213,6 +213,6 @@ def test_tokens_count_once_whatever_stages_read_them(masked: bool) -> None:
     )
     feeding = Feeding(fake, micro_batch_size=1, loss_rank=1, masked=masked)
     step = [{"loss_mask": torch.ones(1, 5)}] * 3
-    assert feeding.valid_tokens(step) == (7 if masked else 2 * 3 * 5,)
+    assert feeding.valid_tokens(step) == (7 if masked else 2 * 3 * 5)
     told.zero_()
-    assert feeding.valid_tokens(step) == (1 if masked else 30,), "never divide by nothing"
+    assert feeding.valid_tokens(step) == (1 if masked else 30), "never divide by nothing"

@@ -112,8 +112,7 @@ class Full:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_library_that_replaces_write_sees_what_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_TOKEN", "planted1")
+def test_a_library_that_replaces_write_sees_what_is_safe() -> None:
     stream, seen = SafeStream(io.StringIO()), list[str]()
     found = stream.write
 
@@ -122,8 +121,8 @@ def test_a_library_that_replaces_write_sees_what_is_safe(monkeypatch: pytest.Mon
         return found(text)
 
     stream.write = write  # type: ignore[method-assign]
-    print("it is planted1", file=stream)
-    assert "".join(seen) == stream.getvalue() == "it is ***\n"
+    print("it is \a", file=stream)
+    assert "".join(seen) == stream.getvalue() == "it is \\x07\n"
 
 
 def test_a_log_on_a_full_disk_does_not_raise() -> None:

@@ -38,8 +38,6 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
     ):
         with refused(*said):
             make_levels(8, 2, sizes)
-    with refused("2 nodes", "racks of 3"):  # of a replica
-        make_grid(12, 2, outer=3, level_sizes=(3,))
 
 
 def test_every_axis_has_one_link_and_one_role() -> None:
@@ -74,8 +72,6 @@ def test_axes_are_named_by_role_and_link() -> None:
     assert [axis.name for axis in make_grid(8, 2, shards=(2, 2, 8), level_sizes=(2,)).data_axes] == [
         "p_intra", "os_inter", "os_inter_rack",
     ]  # fmt: skip
-    apart = make_grid(8, 2, shards=(2, 2, 2), outer=2, level_sizes=(2,))
-    assert apart.axis("outer").link == RACK and [a.link for a in apart.data_axes] == [INTRA, INTER]
     experts = make_grid(8, 2, shards=(2, 2, 8), ep=4, level_sizes=(2,))
     assert [axis.link for axis in experts.ep_axes] == [INTRA, INTER]
     assert [axis.name for axis in experts.expert_axes] == ["os_inter_rack"]

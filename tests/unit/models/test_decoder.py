@@ -11,7 +11,7 @@ import torch
 from megazero.config.model.attention import TORCH
 from megazero.config.model.spec import model_spec, parameter_count, training_flops
 from megazero.families import FAMILIES
-from megazero.families.layer_kinds import GATED_DELTA_NET, frequency_of, layer_kind, layer_kinds
+from megazero.families.layer_kinds import LATENT, SOFTMAX, frequency_of, layer_kind, layer_kinds
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.dropout import key_words, keyed_dropout
 from megazero.models.norm import RMSNorm
@@ -40,6 +40,11 @@ HALF = {"gpt_neox": {"rotary_percent": 0.5}}
 HALF["qwen3_next"] = {
     **{"rotary_percent": 0.5, "linear_attention_freq": (0, 1), "linear_num_key_heads": 4},
     **{"linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
+}
+HALF["qwen3_5"] = HALF["qwen3_next"]
+HALF["nemotron_h"] = {
+    **{"hybrid_layer_pattern": "*M", "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 8},
+    **{"mamba_num_groups": 4},
 }
 
 
@@ -236,7 +241,8 @@ def test_names_units_and_sets(family, tied):
     assert replicated == {name for name, p in decoder.specs.items() if p.partial(2, sequence_parallel=True)}
     whole = {name for name, p in decoder.specs.items() if p.partial(2, sequence_parallel=False)}
     norms, shared = ("q_norm", "k_norm"), ("k_proj", "v_proj")  # of a rank's own heads, or of several
-    own = {"qwen3_next": (*norms, "attention.norm"), "apertus": (*norms, "mlp.activation")}
+    own = dict.fromkeys(("qwen3_next", "qwen3_5"), (*norms, "attention.norm"))
+    own |= {"apertus": (*norms, "mlp.activation")}
     own |= {"qwen3": norms, "qwen3_moe": norms, "dots1": norms, "gemma3": norms, "falcon": shared}
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
@@ -244,7 +250,7 @@ def test_names_units_and_sets(family, tied):
     assert heads == {name for name, p in shared.specs.items() if p.partial(4, sequence_parallel=False)}
     assert {shared.specs[name].copies(4) for name in heads} == {2}
     assert all(shared.placements()[name].segments[0].stored == 12 for name in heads)  # the second head's rows
-    ends = ("bias", "sinks", "A_log")
+    ends = ("bias", "sinks", "A_log", ".D", "alpha_p", "alpha_n")
     biases_and_norms = {name for name in parameters if "norm" in name or name.endswith(ends)}
     assert decoder.no_weight_decay() == biases_and_norms
     assert {name for name, p in placements.items() if p.local_shape == p.shape} <= replicated
@@ -276,9 +282,9 @@ def test_parameter_count_and_flops(family):
     widths = 2 * config.kv_channels  # of a key and a value
     if config.multi_latent_attention:
         widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
-    layers = [kind.mixer != GATED_DELTA_NET for kind in layer_kinds(config)].count(True)
+    layers = [kind.mixer in (SOFTMAX, LATENT) for kind in layer_kinds(config)].count(True)
     half_attention = 3 * config.num_attention_heads * widths * layers * 2 * 16 * 16
-    # Of gated delta net products of whole chunks, where the formula takes those with the state.
+    # Of states products of whole chunks, where the formula takes those with the state.
     states = 6 * 32 * sum(len(kind.places) * kind.mixer.work.token for kind in model_spec(config).layers)
     assert sum(counted.values()) - attention == formula - half_attention - states
     assert config.padded_vocab_size(1) == 320

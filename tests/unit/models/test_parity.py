@@ -88,6 +88,13 @@ def test_equals_transformers_fp64(variant):
     assert max(differences.values()) < 1e-10, differences
 
 
+def test_equals_transformers_where_time_steps_are_too_short():
+    """Not among the variants: tokens that it generates are of the steps as they are."""
+    with in_fp64():
+        differences = compare(make("nemotron_h", time_step_min=1.2), torch.double)
+    assert max(differences.values()) < 1e-10, differences
+
+
 IN_FP32 = ("llama", "qwen3-biases-tied", "gemma3", "falcon-40b", "gpt2", "granitemoe", "glm4_moe")
 
 

@@ -17,6 +17,7 @@ from megazero.moe.balance import counted, move_bias
 from megazero.train.distributed import make_mesh
 from megazero.train.expert_balance import ExpertBalance, LayerBalance, StepBalance, memory_explained
 from megazero.train.parallelize import build_decoder, shard_decoder
+from megazero.zero.engine import Engine
 from tests.sizes import TINY
 from tests.unit.moe.test_moe import BIASED, drawn
 
@@ -204,6 +205,8 @@ def test_a_skipped_or_aborted_step_moves_no_bias_and_its_tokens_are_forgotten() 
 @dataclass
 class Parts:
     parts: list[Any] = field(default_factory=list)
+
+    part = Engine.part
 
 
 def test_an_error_of_memory_names_the_fullest_expert() -> None:

@@ -24,17 +24,16 @@ from megazero.ops.health import (
     Unhealthy,
     check_storage,
     device_faults,
-    differences,
     folder_faults,
     record_bad_nodes,
     refuse_missing_gpus,
     room_faults,
 )
-from megazero.ops.health_probes import Facts, memory_errors, missing_bytes, multiplies, remembers
+from megazero.ops.health_probes import Facts, missing_bytes, multiplies, remembers
 from megazero.train.distributed import start_rank
 from tests.messages import names, refused
 
-FACTS = Facts("n0", "cuda", (), (70 * GIB, 80 * GIB), (400 * GIB, 500 * GIB))
+FACTS = Facts("n0", "cuda", (), (70 * GIB, 80 * GIB))
 MANY = [replace(FACTS, node=f"n{i // 2}") for i in range(8)]  # 4 nodes of 2 ranks
 
 
@@ -54,19 +53,6 @@ def test_a_bad_device_is_the_fault_of_its_node(values, said) -> None:
     (fault,) = device_faults(changed(5, **values))
     assert (fault.node, fault.status) == ("n2", ExitStatus.RANK_LOST) and said in fault.text
     assert not device_faults(MANY)
-
-
-@pytest.mark.parametrize(
-    "values, said",
-    [
-        ({"host_memory": (200 * GIB, 500 * GIB)}, ("200.0 GiB of host memory", "400.0")),
-        ({"device_memory": (45 * GIB, 80 * GIB)}, ("45.0 GiB of device memory", "70.0")),
-    ],
-)
-def test_what_differs_is_a_note_that_names_the_node(values, said) -> None:
-    (note,) = differences(changed(5, **values))
-    names(note, "n2", *said)
-    assert not list(differences(MANY))
 
 
 def test_a_folder_that_few_nodes_do_not_see_is_their_fault_and_else_a_mistake() -> None:
@@ -150,16 +136,27 @@ def test_a_device_that_computes_or_stores_wrongly_is_noticed(monkeypatch) -> Non
     assert not remembers(cpu, 2**21)
 
 
-@pytest.mark.parametrize("said, errors", [("3", 3), ("0", 0), ("[N/A]", 0)])
-def test_memory_errors_are_those_that_the_driver_counts(tmp_path: Path, monkeypatch, said, errors) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f'#!/bin/sh\n[ "$2" = GPU-12ab ] && echo "{said}"\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert memory_errors("12ab") == errors
-    assert memory_errors("GPU-12ab") == errors
-    tool.unlink()
-    assert shutil.which("nvidia-smi") is None and memory_errors("12ab") == 0
+@pytest.mark.parametrize(
+    "taken, idle",
+    [
+        ("", ""),
+        ("rocep", "roceP2p1s0f0"),
+        ("rocep1s0f0,roceP2p1s0f0:1", ""),
+        ("=rocep1s0f0", "roceP2p1s0f0"),
+        ("^roceP2", "roceP2p1s0f0"),
+        ("^mlx", ""),
+    ],
+)
+def test_a_half_of_a_port_that_nccl_leaves_out_is_a_note(tmp_path: Path, taken, idle) -> None:
+    for name, state in (
+        ("rocep1s0f0", "4: ACTIVE"),
+        ("roceP2p1s0f0", "4: ACTIVE"),
+        ("rocep1s0f1", "1: DOWN"),
+    ):
+        (port := tmp_path / name / "ports" / "1").mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+    said = health_probes.unused_rdma(taken, tmp_path)
+    assert (f"leaves {idle} unused" in said) if idle else not said
 
 
 @pytest.mark.parametrize(

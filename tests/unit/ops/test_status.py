@@ -113,7 +113,7 @@ def true_state(folder: Path, what: str) -> Path:
     file = folder / "metrics.jsonl"
     if fields is not None:
         usual = {"owner": "o2", "job": "77", "host": "n1", "restarts": 2}
-        file = folder / "lease.3"
+        file = folder / "lease"
         file.write_text(Leaseholder(**{**usual, **fields}).write())
     os.utime(file, (0, time.time() - silence))
     return folder

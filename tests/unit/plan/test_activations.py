@@ -130,6 +130,17 @@ def test_what_a_layer_of_qwen3_next_keeps(softmax: tuple[int, ...] | None, dtype
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_what_a_layer_of_mamba_keeps(recompute: str, dtype: str) -> None:
+    values = {"model_family": "nemotron_h", "params_dtype": dtype, "recompute_granularity": recompute}
+    values |= {"hybrid_layer_pattern": "M", "mamba_num_groups": 4, "mamba_num_heads": 8}
+    values |= {"mamba_head_dim": 16, "mamba_state_dim": 32}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    kept = kind_activations(config, torch.finfo(DTYPES[dtype]).bits // 8, on_host=True).kept
+    assert 0.95 < kept / kept_bytes(values) < 1.05
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "model",
     [*({"model_family": name} for name in FAMILIES), {"model_family": "gpt_neox"}, EXPERTS, EXPERTS | SHARED],

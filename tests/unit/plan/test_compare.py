@@ -101,9 +101,9 @@ def test_tokens_are_those_of_published_losses(
 def test_given_shards_and_outer_steps_are_of_the_schemes_that_they_concern() -> None:
     """Known presets have their own shards, and outer steps are no part of an exact row."""
     on = cluster(2, 4, SLOW)
-    found = compare.compare(question(on, zero_shard=(1, 4, 4), outer_interval=20, outer_replicas=2), on)
+    found = compare.compare(question(on, zero_shard=(1, 4, 4), outer_interval=20, outer_meet="local:2"), on)
     assert {row.name for row in found.rows} == ALL
-    assert all(row.layout.grid.outer == 1 + (row.name == compare.OUTER) for row in found.rows)
+    assert all((row.layout.states.outer is not None) == (row.name == compare.OUTER) for row in found.rows)
     assert row(found, compare.EXACT).layout.shards.factors == (1, 4, 4)
     assert row(found, compare.OUTER).layout.config.outer.outer_interval == 20
 

@@ -1,4 +1,4 @@
-"""The planner with outer replicas: what a meeting takes, what is proposed for a link, and which scheme wins."""
+"""The planner with replicas: what a meeting takes, what is proposed for a link, and which scheme wins."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from megazero.config.options.cluster import Cluster, InterLevel
 from megazero.mesh.grid import AxisSpec
 from megazero.mesh.levels import INTER
 from megazero.plan import compare
-from megazero.plan.communication import UnitShape
-from megazero.plan.memory import _outer_pool, _step_pool
 from megazero.plan.options import with_stand_ins
 from megazero.plan.report import layout_flags
 from megazero.plan.search import Search
@@ -22,7 +20,8 @@ from tests.messages import names, refused
 from tests.sizes import PLANNED
 from tests.unit.plan.test_plan import ALONE, cluster, layout, plan
 
-STEPS = {"outer_interval": 10, "zero_preset": "zero3"}
+MEET = {"outer_meet": "local:2", "train_iters": None, "train_samples": 1000}
+STEPS = {"outer_interval": 10, "zero_preset": "zero3", **MEET}
 CHOSEN = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -39,18 +38,21 @@ def question(on: Cluster, **values: object) -> dict[str, object]:
     return with_stand_ins(asked)
 
 
-def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
-    """Every unit there and back, one after the other: between two replicas twice a rank's share, and a delay each."""
-    on = cluster(2, 4, gbits=0.01)
+def test_a_meeting_takes_the_messages_of_the_others_and_its_ranks_own_work() -> None:
+    """Each of two replicas on a cluster of its own: a rank's share of every unit, by the link between them."""
+    on = cluster(4, 4, gbits=0.01).part(2)
+    assert on.nodes == 2 and on.between == on.inter_node
     apart = layout(STEPS, on)
     units = apart.units(0).shapes
-    sent = sum(2 * unit.elements // (4 * 2) * 4 for unit in units)
+    sent = sum(unit.elements // 8 * 4 for unit in units)
     assert apart.bytes_of_meetings == (sent / 10, sent)
     seconds = meeting_seconds(apart)
     by_hand = sent * on.ranks_per_node / (0.01e9 / 8 * on.inter_node.efficiency)
     assert seconds == pytest.approx(by_hand, rel=0.01)
-    later = layout(STEPS, on.with_slow_link(0.01, 20.0))
-    assert meeting_seconds(later) - seconds == pytest.approx(2 * len(units) * 0.02, rel=0.01)
+    three = layout({**STEPS, "outer_meet": "local:3"}, on)
+    assert meeting_seconds(three) == pytest.approx(2 * seconds, rel=0.01)
+    later = layout(STEPS, replace(on, between=replace(on.inter_node, latency_us=20_000.0)))
+    assert meeting_seconds(later) - seconds == pytest.approx(2 * 0.02, rel=0.01)
     timing, rare = simulate(apart), simulate(layout({**STEPS, "outer_interval": 100}, on))
     assert timing.bill["outer"] == pytest.approx(seconds / 10)
     assert timing.seconds - rare.seconds == pytest.approx(seconds * (1 / 10 - 1 / 100))
@@ -60,33 +62,25 @@ def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
     assert apart.bytes_across_nodes > rare.bill["outer"], "a meeting's bytes count on average"
 
 
-def test_sums_go_back_to_copies_inside_a_replica() -> None:
-    ddp = layout({**STEPS, "zero_preset": "ddp"}, cluster(2, 4))
-    unit = UnitShape(1 << 12, 0, False)
-    there, back, *inside = ddp.states.meeting(unit)
-    assert there.sent == back.sent == unit.elements // 8 * 4 and there.axis.role == "outer"
-    assert sum(hop.sent for hop in inside) == 3 * (unit.elements // 4) * 4
+def test_sites_share_the_link_of_a_site_and_nodes_have_one_each() -> None:
+    between = InterLevel(0.1, 2, latency_us=20_000.0)
+    sites = replace(cluster(4, 2), above={INTER_SITE: between}).part(2)
+    assert (sites.nodes, sites.above, sites.between) == (2, {}, between)
+    assert sites.met_seconds(1e6) == pytest.approx(0.04 + 4 * 1e6 * 8e-9 / (0.1 * between.efficiency))
+    racks = replace(cluster(8, 2), above={"inter_rack": InterLevel(1.0, 4), INTER_SITE: between}).part(2)
+    assert racks.above["inter_rack"].parts == 2 and racks.between == between
 
 
-def test_of_stages_the_one_that_sends_the_most_counts_and_a_delay_keeps_what_is_on_its_way() -> None:
+def test_of_stages_the_one_that_sends_the_most_counts_and_rounding_keeps_what_it_lost_twice() -> None:
     on, two = cluster(2, 4, gbits=0.01), {**STEPS, "pipeline_model_parallel_size": 2}
-    now, late = (layout({**two, "outer_delay": delay}, on) for delay in (0, 1))
-    sent = [
-        sum(hop.sent for unit in now.units(rank).shapes for hop in now.states.meeting(unit)[:2])
-        for rank in range(2)
-    ]
+    now, rounded = (layout({**two, "outer_bits": bits}, on) for bits in (32, 8))
+    outer = now.states.outer
+    assert outer is not None
+    sent = [sum(outer.message(now.states.plan(unit)) for unit in now.units(rank).shapes) for rank in range(2)]
     assert sent[0] != sent[1] and now.bytes_of_meetings == (max(sent) / 10, max(sent))
     for rank in range(2):
-        kept = late.memory_of(rank, None).residuals - now.memory_of(rank, None).residuals
-        assert kept == now.units(rank).elements / now.base.d * 4
-
-
-def test_what_is_on_its_way_has_buffers_of_its_own() -> None:
-    on = cluster(2, 4)
-    now, late = (layout({**STEPS, "zero_preset": "ddp", "outer_delay": delay}, on) for delay in (0, 1))
-    units, states = now.units(0), now.states
-    pools = [_step_pool(units, states, now.base.micro_batches, True), _outer_pool(units, states)]
-    assert now.memory.staging == max(pools) < late.memory.staging == sum(pools)
+        kept = rounded.memory_of(rank, None).residuals - now.memory_of(rank, None).residuals
+        assert kept == 2 * now.units(rank).elements / now.base.d * 4
 
 
 def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None:
@@ -170,7 +164,9 @@ def test_layouts_that_are_cut_at_the_rack_are_proposed() -> None:
 
 def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
     for gbits, hidden in ((100.0, True), (0.01, False)):
-        at_once, late = (layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits)) for delay in (0, 1))
+        at_once, late = (
+            layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits).part(2)) for delay in (0, 1)
+        )
         seconds, alone = meeting_seconds(at_once), simulate(at_once)
         step = alone.seconds - alone.bill["outer"]
         assert (seconds < step) == hidden and alone.bill["outer"] == pytest.approx(seconds / 10)
@@ -183,7 +179,7 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_more_they_gain() -> 
     for rate in (400.0, 1.0, 0.01):
         found = compare.compare(question(on), on.with_slow_link(rate, 0.0))
         row = found.row(compare.OUTER)
-        assert row is not None and row.layout.grid.outer == 2
+        assert row is not None and row.layout.base.cluster.nodes == 1
         outer = row.layout.config.outer
         rungs.append(compare.LADDER.index((outer.outer_bits, outer.outer_interval)))
         gains.append(found.exact.seconds / row.seconds)
@@ -193,7 +189,7 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_more_they_gain() -> 
     assert rungs == sorted(rungs) and rungs[0] == 0 and rungs[2] > 0
     assert gains == sorted(gains) and gains[2] > 2
     flags = layout_flags(row.layout.config)
-    names(" ".join(flags), "--outer-interval", "--outer-replicas 2")
+    names(" ".join(flags), "--outer-interval", "--outer-meet local:2")
 
 
 def test_given_outer_steps_stay_and_replicas_are_sites_or_nodes_or_as_given() -> None:
@@ -201,20 +197,16 @@ def test_given_outer_steps_stay_and_replicas_are_sites_or_nodes_or_as_given() ->
     given = question(slow, outer_interval=7, outer_bits=8, outer_delay=2)
     outer = compare.outer_layouts(given, slow, 1)[0].layout.config.outer
     assert (outer.outer_interval, outer.outer_bits, outer.outer_delay) == (7, 8, 2)
-    assert compare.replica_counts({}, on) == [4, 2]
-    assert compare.replica_counts({}, replace(on, above={INTER_SITE: InterLevel(1.0, 2)})) == [2]
-    assert compare.replica_counts({"outer_replicas": 2}, on) == [2]
-    with refused("--loss-policy outer", "one node"):
-        compare.replica_counts({}, cluster(1, 2))
-    (best,) = Search(question(on, outer_interval=8, outer_replicas=2), on, "exact").best(1)
-    assert best.layout.grid.outer == 2 and best.timing.bill["outer"] > 0
+    batch = {"global_batch_size": 32}
+    assert compare.replica_counts(batch, on) == [4, 2]
+    assert compare.replica_counts({"global_batch_size": 6}, on) == [2]
+    assert compare.replica_counts(batch, replace(on, above={INTER_SITE: InterLevel(1.0, 2)})) == [2]
+    assert compare.replica_counts({**batch, "outer_meet": "local:2"}, on) == [2]
+    with refused("--loss-policy outer", "1 and 32"):
+        compare.replica_counts(batch, cluster(1, 2))
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = [*ALONE, "--recompute-granularity", "none"]
-    assert plan(tmp_path, 1, *alone, "--outer-interval", "20")[0] == 0
-    names(capsys.readouterr().out, "2 replicas, 32 bits every 20 steps")
     assert plan(tmp_path, 1, *alone, "--loss-policy", "outer", "--outer-interval", "30")[0] == 0
-    names(
-        capsys.readouterr().out, "2 replicas, 4 bits every 30 steps", "--outer-interval 30 --outer-replicas 2"
-    )
+    names(capsys.readouterr().out, "each of 2 replicas", "4 bits every 30 steps", "--outer-meet local:2")

@@ -485,8 +485,11 @@ EVERYTHING: tuple[tuple[str, Cluster, dict[str, object]], ...] = (
     ("zeropp", cluster(2, 2, 5.0), {"num_layers": 4, "global_batch_size": 4, **EXPERTS}),
     (
         "exact",
-        cluster(4, 2, 0.1),
-        {"num_layers": 4, "global_batch_size": 16, "outer_interval": 8, "outer_replicas": 2},
+        cluster(2, 2, 0.1),
+        {
+            **{"num_layers": 4, "global_batch_size": 8, "train_iters": None, "train_samples": 800},
+            **{"outer_interval": 8, "outer_meet": "local:2"},
+        },
     ),
 )
 
@@ -642,16 +645,10 @@ def plan(tmp_path: Path, gib: float, *more: str) -> tuple[int, Path]:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = ("--tensor-model-parallel-size", "1")
-    status, out = plan(tmp_path, 1, *one, "--explain", "--zero-preset", "zero3")
+    status, out = plan(tmp_path, 1, *one, "--zero-preset", "zero3")
+    assert status == 0
     said = capsys.readouterr().out
-    assert status == 0 and "times as fast" in said
     assert shlex.join(json.loads((out / "plan.json").read_text())["layouts"][0]["flags"]) in said
-    assert plan(tmp_path, 1, *one, "--explain", "--zero-preset", "hpzz")[0] == 0
-    names(capsys.readouterr().out, "not legal")
-    mixture = ["--num-experts", "8", "--pipeline-model-parallel-size", "1"]
-    shared = ["--explain", "--zero-preset", "zero3", "--expert-model-parallel-size", "8"]
-    assert plan(tmp_path, 1, *one, *mixture, *shared)[0] == 0
-    names(capsys.readouterr().out, "without --moe-dispatch-across-nodes exact")
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -673,11 +670,6 @@ def test_faults_of_a_command_line_are_reported_at_once(capsys: pytest.CaptureFix
     v100 = [*WORDS, "--cluster", "dgx2-v100-1ib"]
     assert main(v100) == 2
     names(capsys.readouterr().err, "--fp16")
-    after = ["--explain", "--zero-presett", "zero3", "--loss-policy", "zeropp", "--plan-output", "plans"]
-    assert main([*v100, *after]) == 2
-    said = capsys.readouterr().err
-    names(said, "after --explain: --zero-presett", "stand before --explain")
-    assert "--plan-output does not exist" not in said
 
 
 @pytest.mark.parametrize(
@@ -687,10 +679,7 @@ def test_faults_of_a_command_line_are_reported_at_once(capsys: pytest.CaptureFix
             "--link-rates 10 --link-delays 1",
             ["--link-rates has no effect", "--link-delays has no effect", "--pays"],
         ),
-        (
-            "--pays --loss-policy zeropp --explain --zero-stage 3",
-            ["leave out --loss-policy", "leave out --explain"],
-        ),
+        ("--pays --loss-policy zeropp", ["leave out --loss-policy"]),
         ("--pays --link-rates 10,0 --link-delays -5", ["--link-rates 0", "--link-delays -5"]),
         ("--pays --zero-preset zeropp --zero-quantized-weights", ["leave out --zero-"]),
         ("--topology leaves --price 2", ["--topology", "SLURM", "--price", "worth"]),

@@ -6,23 +6,16 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megazero.cli import main
-from megazero.comm.hops import Traffic
 from megazero.config import ConfigError, World
-from megazero.data.source import DatasetSource
 from megazero.log.metrics import METRICS_FILE
 from megazero.mesh.launch import Launch
 from megazero.train.evaluate_command import _leave, evaluation_config
-from megazero.train.evaluation import mean_loss
 from tests import ROOT
 from tests.sizes import TINY, words
 
@@ -81,34 +74,6 @@ def test_no_batches_are_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         evaluation_config(["--mock-data", "--load", f"hf:{tmp_path}", "--eval-iters", "0"], World(1, 1))
     assert error.value.errors == ("--eval-iters 0 measures nothing; nearest: --eval-iters 1",)
-
-
-@pytest.mark.parametrize("replica", [False, True])
-def test_an_outer_replica_that_waits_for_another_ones_evaluation_keeps_step_with_it(replica: bool) -> None:
-    """Otherwise it stood still as long as that took, and the watchdog ended the run."""
-    moves: list[str] = []
-
-    def gathered(row: torch.Tensor) -> torch.Tensor:
-        moves.append("exchange")
-        return torch.stack([row, row])
-
-    mesh = SimpleNamespace(grid=SimpleNamespace(outer=2), replica=1, device="cpu", gather_rows=gathered)
-    mesh.stage_rows = lambda rows, stage: rows
-    feeding = SimpleNamespace(
-        mesh=mesh, batches=lambda *_: nullcontext(SimpleNamespace(next_step=lambda _: ()))
-    )
-    engine = SimpleNamespace(evaluation=lambda anchor: nullcontext(), traffic=Traffic())
-    loss = mean_loss(
-        *cast(Any, (engine, SimpleNamespace(loss_rank=0), feeding, DatasetSource(()))),
-        steps=3,
-        micro_batches=1,
-        interrupted=lambda: False,
-        replica=replica,
-        advance=lambda done, steps: moves.append(f"batch {done} of {steps}"),
-    )
-    between = ["exchange"] * replica
-    assert moves == [each for n in range(3) for each in (f"batch {n} of 3", *between)] + ["exchange"]
-    assert loss == 0.0
 
 
 def test_without_a_checkpoint_that_is_the_only_error(

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ from megazero.models import Decoder
 from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.schedule.loss_scaling import LossScaling
-from megazero.train.state.progress import Progress
 from megazero.train.trainer import Trainer
-from megazero.zero import StepInfo
 from tests.messages import refused
 from tests.sizes import TINY
 
@@ -96,23 +93,6 @@ def test_a_static_scale_stays_and_none_is_none() -> None:
     assert none.factors(100, 4) == (1.0, 100) and none.skipped(by_samples=True) == 0
     assert none.state() == none.metrics() == {} and not none.can_fall
     assert fp16(loss_scale=0.0).scale == 2**32  # 0 is dynamic, as in Megatron
-
-
-def test_a_step_that_moved_some_replica_is_not_left_out_of_the_schedule() -> None:
-    """The scale, which all outer replicas share, falls where one of them overflows; the trainer says who did."""
-    one, all_of_them = fp16(loss_scale=0.0, hysteresis=1), fp16(loss_scale=0.0, hysteresis=1)
-    one.update(True, samples=8, unmoved=False)
-    all_of_them.update(True, samples=8, unmoved=True)
-    assert one.scale == all_of_them.scale == 2**31
-    assert (one.skipped(by_samples=False), one.skipped(by_samples=True)) == (0, 0)
-    assert (all_of_them.skipped(by_samples=False), all_of_them.skipped(by_samples=True)) == (1, 8)
-    trainer: Any = MagicMock(progress=Progress(), scaling=fp16(loss_scale=0.0))
-    trainer._load.return_value = SimpleNamespace(samples=8, tokens=[4.0, 4.0], length=1)
-    trainer._sums_of_replicas.return_value = [1.0, 1.0]
-    for norms in ((1.0, torch.inf), (torch.inf, torch.inf)):
-        trainer._step.return_value = StepInfo(norms[0], skipped=False, replica_norms=norms)
-        Trainer._iterate(trainer, SimpleNamespace(consumed=0, state=0))  # type: ignore[arg-type]
-    assert trainer.scaling.skipped_iterations == 1 and trainer.scaling.hysteresis_tracker == 0
 
 
 def test_a_scale_grows_on_after_a_resume_with_a_shorter_window() -> None:

@@ -206,21 +206,12 @@ def test_own_flags_and_faults_of_the_command_line() -> None:
         read_request(f"{BASE} --verify-steps 2 --world-size many --hidden-size 4097 --verify-output".split())
 
 
-@pytest.mark.parametrize(
-    "words, wanted, steps",
-    [
-        ("--outer-interval 64", (2, 0), 4),
-        ("--outer-interval 1", (1, 0), 4),
-        ("--outer-interval 64 --outer-delay 9", (2, 1), 5),
-        ("--outer-interval 64 --outer-delay 9 --verify-steps 12", (2, 1), 12),
-    ],
-)
-def test_outer_steps_keep_their_delay(words: str, wanted: tuple[int, int], steps: int) -> None:
-    """Differences arrive twice, so that the second time the outer momentum counts."""
-    found = shrunk(f"--world-size 8 --ranks-per-node 2 {words}")
-    outer = found.config.outer
-    assert (outer.outer_interval, outer.outer_delay) == wanted and outer.outer_replicas == 4
-    assert found.config.training.train_iters == steps
+def test_one_replica_is_run() -> None:
+    words = f"{BASE} --world-size 8 --ranks-per-node 2".replace("--train-iters 1000", "--train-samples 8000")
+    request = read_request(f"{words} --outer-meet local:4 --outer-interval 64".split())
+    found = shrink(request.config, request.world, 8, 4)
+    assert found.config.outer.outer_meet is None and found.layout.world.world_size == 8
+    assert any("one replica is run" in note for note in found.notes)
 
 
 def test_wrong_configurations_end_with_status_2(capsys) -> None:
@@ -240,7 +231,7 @@ def test_help_and_plans_need_no_torch() -> None:
     )
     assert json.loads(done.stdout.splitlines()[-1]) is False
     assert all(name in done.stdout and command.help in done.stdout for name, command in COMMANDS.items())
-    assert "--verify-steps N\n        optimizer steps of each run, 4 to 100; with outer" in done.stdout
+    assert "--verify-steps N\n        optimizer steps of each run, 4 to 100" in done.stdout
 
 
 def test_shipped_configurations_shrink() -> None:

@@ -45,7 +45,7 @@ def test_steady_steps_allocate_nothing(name: str) -> None:
 
 @pytest.mark.slow
 def test_steady_steps_with_small_moments_allocate_nothing() -> None:
-    small = zero.default_adamw(lr=1e-3, exp_avg_dtype="int8", exp_avg_sq_dtype="bf16")
+    small = zero.default_adamw(lr=1e-3, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     policy = replace(steps.policies()["zeropp"][1], block=128)
     assert steady("zeropp", optimizer=small, policy=policy) == {}
 

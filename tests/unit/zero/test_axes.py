@@ -52,7 +52,7 @@ def test_one_of_the_ranks_that_hold_a_slice_counts() -> None:
 def test_states_of_experts_that_ranks_share_are_cut_by_what_is_left_of_the_factors() -> None:
     grid = make_grid(8, 4, shards=(4, 4, 8), ep=2)
     own = [Axis(spec, spec.index(0), spec.ranks(0), None, None) for spec in grid.expert_axes]
-    assert DataAxes.of_experts(SimpleNamespace(grid=grid, expert_axes=own, outer=None)).shards == (2, 2, 4)
+    assert DataAxes.of_experts(SimpleNamespace(grid=grid, expert_axes=own)).shards == (2, 2, 4)
 
 
 def test_whole_gradients_are_cut_by_no_axis_and_reduced_once() -> None:

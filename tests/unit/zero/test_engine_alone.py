@@ -305,7 +305,7 @@ def test_starts_are_compared_to_the_bit_and_without_copies() -> None:
 
     mesh: Any = SimpleNamespace(device=CPU, gather_along=gather)
     two: Any = SimpleNamespace(size=2)
-    place_of = {id(module.weight): Placed((module,), zero.DataAxes((two,), 0, 0, 0, 1), False)}
+    place_of = {id(module.weight): Placed((module,), zero.DataAxes((two,), 0, 0, 0), False)}
     with torch.profiler.profile(profile_memory=True) as profile:
         _refuse_different_starts(module, place_of, mesh)
     sizes = [event.self_cpu_memory_usage for event in profile.events()]

@@ -9,7 +9,8 @@ from typing import Any
 
 from megazero.config.model.mixers.gated_delta_net import GatedDelta, GatedDeltaNetOptions
 from megazero.config.model.mixers.latent import Latent, LatentOptions
-from megazero.config.model.mixers.mixer import Mixer
+from megazero.config.model.mixers.mamba import MambaOptions, StateSpace
+from megazero.config.model.mixers.mixer import Mixer, Nothing
 from megazero.config.model.mixers.softmax import Softmax
 from megazero.families import layer_kinds
 
@@ -18,12 +19,14 @@ MIXERS: Mapping[str, type[Mixer]] = MappingProxyType(
         layer_kinds.SOFTMAX: Softmax,
         layer_kinds.LATENT: Latent,
         layer_kinds.GATED_DELTA_NET: GatedDelta,
+        layer_kinds.MAMBA: StateSpace,
+        layer_kinds.NOTHING: Nothing,
     }
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixerOptions(GatedDeltaNetOptions, LatentOptions):
+class MixerOptions(MambaOptions, GatedDeltaNetOptions, LatentOptions):
     """The options of all mixers."""
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megazero.config.model.mixers.mixer import Mixer, TokenWork
-from megazero.config.model.parameters import DECAY, TIME_STEP, Backbone, ParameterSpec, column, row
+from megazero.config.model.mixers.mixer import CHUNK, Mixer, TokenWork
+from megazero.config.model.parameters import (
+    DECAY,
+    TIME_STEP,
+    TWO_BRANCHES,
+    Backbone,
+    ParameterSpec,
+    column,
+    convolution,
+    row,
+)
 from megazero.config.nearest import multiples_around
 from megazero.config.options.fields import option
 from megazero.families.layer_kinds import GATED_DELTA_NET
 
-CHUNK = 64  # tokens whose products are matrices; between chunks there is the state alone
-NEEDED = f"experimental_attention_variant = {GATED_DELTA_NET}"
+NEEDED = f"mixers = {GATED_DELTA_NET}: --experimental-attention-variant {GATED_DELTA_NET}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +31,12 @@ class GatedDeltaNetOptions(Backbone):
         None,
         "what mixes tokens instead of softmax attention, but in layers of --linear-attention-freq (by family)",
         choices=(GATED_DELTA_NET,),
+        needs=TWO_BRANCHES,
     )
     linear_attention_freq: tuple[int, ...] | None = option(
         None,
         "layers with softmax attention: every N-th, or a number per layer, 0 for one with it (default: none)",
-        needs=NEEDED,
+        needs=f"experimental_attention_variant = {GATED_DELTA_NET}",
     )
     linear_num_key_heads: int = option(
         16, "gated delta net: heads of queries and keys", low=1, small=4, needs=NEEDED
@@ -73,8 +82,8 @@ def _heads(c: GatedDeltaNetOptions) -> Iterator[str]:
 class GatedDelta(Mixer):
     """Gated delta net in one model.
 
-    Rows of both input linears lie by key head: its query, its key, its values and their gates; the steps and the
-    decays of its values. So tensor-parallel ranks have consecutive rows.
+    Its input linears make queries, keys, values and their gates; and of each value the step and the decay. All lie by
+    key head, so tensor-parallel ranks have consecutive rows. Qwen3-Next has them in two tensors, by key head, too.
     """
 
     c: GatedDeltaNetOptions
@@ -83,27 +92,31 @@ class GatedDelta(Mixer):
     rules = (_heads,)
     names = {
         "attention": "linear_attn",
+        **{f"attention.{name}": f"linear_attn.{name}" for name in ("norm", "out_proj")},
         **{
-            f"attention.{name}": f"linear_attn.{name}"
-            for name in ("in_proj_qkvz", "in_proj_ba", "norm", "out_proj")
+            f"attention.in_{part}": ("linear_attn.in_proj_qkvz", number) for number, part in enumerate("qkvz")
         },
+        **{f"attention.in_{part}": ("linear_attn.in_proj_ba", number) for number, part in enumerate("ba")},
         **{f"attention.{part}_conv": ("linear_attn.conv1d", number) for number, part in enumerate("qkv")},
     }
+
+    groups = dict.fromkeys(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), "linear_num_key_heads")
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         c, heads = self.c, self.c.linear_num_value_heads
         key, value = c.linear_key_size, c.linear_value_size
-
-        def convolution(part: str, size: int) -> ParameterSpec:
-            shape = (size, 1, c.linear_conv_kernel_dim)
-            return ParameterSpec(f"attention.{part}_conv.weight", shape, 0, std=c.init_method_std)
-
+        sizes = {"q": key, "k": key, "v": value, "z": value, "b": heads, "a": heads}
         return (
             ParameterSpec("attention.A_log", (heads,), 0, law=DECAY),
             ParameterSpec("attention.dt_bias", (heads,), 0, law=TIME_STEP),
-            *column(c, "attention.in_proj_qkvz", 2 * (key + value), bias=False),
-            *column(c, "attention.in_proj_ba", 2 * heads, bias=False),
-            *(convolution(part, size) for part, size in (("q", key), ("k", key), ("v", value))),
+            *(p for part, size in sizes.items() for p in column(c, f"attention.in_{part}", size, bias=False)),
+            *(
+                p
+                for part in "qkv"
+                for p in convolution(
+                    f"attention.{part}_conv", sizes[part], c.linear_conv_kernel_dim, bias=False
+                )
+            ),
             ParameterSpec("attention.norm.weight", (c.linear_value_head_dim,), mean=1.0, own_heads=True),
             *row(c, "attention.out_proj", value, bias=False),
         )

@@ -9,6 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from megazero.config.model.parameters import ParameterSpec
 
+CHUNK = (
+    64  # tokens whose products are matrices where they meet in a state; between chunks there is that alone
+)
 Names = Mapping[str, str | tuple[str, int]]
 
 
@@ -32,13 +35,14 @@ class TokenWork(NamedTuple):
 
     moved: elements that a forward reads and writes. kept: elements that autograd keeps for the backward. pair: the
     multiply-adds with one other token. out: elements that the output linear takes. taken: those that the first
-    column-parallel linears take. core: elements that its core makes and keeps, which selective recompute drops.
+    column-parallel linears take. core: elements that its core makes and keeps, which selective recompute drops, less
+    those that it keeps instead.
     norm_sums: numbers that norms add up over tensor-parallel ranks.
     shared: elements that every tensor-parallel rank has of whole sequences, and makes its heads' keys and values of:
     ``expanded`` elements, by ``expansion`` multiply-adds, in its core. latents: elements that are kept of what
     sequence parallelism alone cuts.
     token: the multiply-adds with a state, in place of other tokens. wide: numbers in at least fp32 that the core
-    keeps beside ``kept`` and ``core``.
+    keeps beside ``kept`` and ``core``. gated: those that a norm behind it keeps.
     """
 
     moved: int
@@ -54,6 +58,7 @@ class TokenWork(NamedTuple):
     latents: int = 0
     token: int = 0
     wide: int = 0
+    gated: int = 0
 
 
 class Exchanged(NamedTuple):
@@ -78,6 +83,7 @@ class Mixer(ABC):
     rotated_by: the flag of how many channels positions turn.
     in_fp8: its linears multiply as a run's products do; else plainly.
     names, megatron: what Hugging Face calls its modules, where a family does not say otherwise, and what Megatron.
+    groups: as TensorNames has them, of these names.
     """
 
     c: Any
@@ -87,6 +93,7 @@ class Mixer(ABC):
     rotated_by: ClassVar[str] = "--kv-channels"
     in_fp8: ClassVar[bool] = True
     names: ClassVar[Names] = {}
+    groups: ClassVar[Mapping[str, str]] = {}
     megatron: ClassVar[Names] = {}
 
     @classmethod
@@ -129,3 +136,17 @@ class Mixer(ABC):
             return Exchanged(0, 0, ())
         gathered = tuple(max(heads.groups // tp, ranks) * width for width in (heads.width, heads.width))
         return Exchanged(heads.number * heads.width // tp + sum(gathered), self.work.out // tp, gathered)
+
+
+class Nothing(Mixer):
+    """No mixer: the layer is a feed-forward alone."""
+
+    module = words = ""
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        return ()
+
+    heads, work = None, TokenWork(0, 0, 0, 0, 0, 0)
+
+    def shared(self) -> tuple[dict[str, int], dict[str, int]]:
+        return {}, {}

@@ -1,6 +1,6 @@
 """Measure on one card, in at most 8 minutes and piece by piece, everything about megazero that needs a GPU.
 
-    python tools/gpu_report.py [--pieces kernels,race] [--minutes 8] [--fresh] [--out DIR]
+    python -m benchmarks.gpu_report [--pieces kernels,race] [--minutes 8] [--fresh] [--out DIR]
 
 A piece runs in a process of its own with a time limit. Its result is kept in OUT; a failure is a row with its reason.
 Run again, it does only what is missing or failed. OUT has all results as gpu.md and gpu.json. Without a card, or with
@@ -23,14 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from benchmarks.gpu_report import page
+from benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece
+from benchmarks.gpu_report.record import REASON
+from megazero.files import write_text
 
-from benchmarks.gpu_report import page  # noqa: E402
-from benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
-from benchmarks.gpu_report.record import REASON  # noqa: E402
-from megazero.files import write_text  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 LEAST = 5.0  # seconds that a piece is started with
 PATIENCE = 4  # times a piece's time in a rehearsal: machines without a card are slow, and shared
 

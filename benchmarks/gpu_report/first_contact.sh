@@ -1,7 +1,7 @@
 #!/bin/bash
-# The first minutes on a card, in one command of at most 9: from the checkout's root, bash tools/gpu_first_contact.sh
+# The first minutes on a card, in one command of at most 9: from the checkout's root, bash benchmarks/gpu_report/first_contact.sh
 # Right or wrong first, beside each other: tests, and the trainer with a checkpoint, a resume, experts and --compile.
-# Then what is timed, alone, piece by piece (tools/gpu_report.py; its piece nccl trains 4 ranks over NCCL). Each line is
+# Then what is timed, alone, piece by piece (python -m benchmarks.gpu_report; its piece nccl trains 4 ranks over NCCL). Each line is
 # a process with a limit. With OUT set, that folder has all logs in first.tgz, packed anew after each line.
 # DEVICE=cpu rehearses with tiny sizes. PIECES: another list of pieces, in their order; RIGHT=no: those alone.
 set -u
@@ -40,7 +40,7 @@ trainer() {
 }
 report() { # pieces
     [ "$DEVICE" = cuda ] || set -- "$@" --rehearsal
-    one "report-$1" 600 $PY tools/gpu_report.py --minutes "${MINUTES:-6}" --out "$RESULTS/report" --pieces "$@"
+    one "report-$1" 600 $PY -m benchmarks.gpu_report --minutes "${MINUTES:-6}" --out "$RESULTS/report" --pieces "$@"
 }
 if [ "${RIGHT:-yes}" = yes ]; then
     trainer &
