@@ -16,7 +16,6 @@ from megazero.bounded import read_yaml
 from megazero.charts import COLOURS, Mark, Series, boxes, chart, page, table, text
 from megazero.config.options.fields import show
 from megazero.config.run import RunConfig, World, stored_values
-from megazero.config.secrets import redact
 from megazero.config.summary import chosen, layout_lines
 from megazero.log.curves import Points, read_curves
 from megazero.log.exit_status import ExitStatus
@@ -80,7 +79,7 @@ class DrawnRun:
     def config(self) -> RunConfig:
         """Return the configuration of the last start. Raises ValueError or OSError."""
         stored, _ = read_yaml(self.files.folder / RESOLVED_FILE)
-        return RunConfig.of(stored_values(redact(stored)))
+        return RunConfig.of(stored_values(stored))
 
 
 def report(log_dirs: Sequence[str | os.PathLike[str]]) -> tuple[str, list[str]]:
@@ -129,7 +128,7 @@ def _part(make: Callable[..., str], *args: Any) -> str:
 
 
 def _not_drawn(error: Exception, name: str = "") -> str:
-    said = redact(f"{name} not drawn, for what the run's files hold: {type(error).__name__}: {error}")
+    said = f"{name} not drawn, for what the run's files hold: {type(error).__name__}: {error}"
     return f'<p class="note">{text(said)}</p>'
 
 
@@ -137,7 +136,7 @@ def _not_drawn(error: Exception, name: str = "") -> str:
 
 
 def _states(runs: Sequence[DrawnRun]) -> str:
-    every = [redact(facts(run.files) | _surroundings(run.start)) for run in runs]
+    every = [facts(run.files) | _surroundings(run.start) for run in runs]
     alarms = [(run.name or "this run", each["state"]) for run, each in zip(runs, every, strict=True)
               if state(run.files).alarming]  # fmt: skip
     names = dict.fromkeys(name for each in every for name in each if name != "run")
