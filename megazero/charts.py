@@ -123,7 +123,7 @@ def chart(
 ) -> str:
     """Return a figure. x, y: what the axes show, with units. log: of the y axis, which begins at 0 if ``zero``."""
     columns = min(COLUMNS, POINTS // (2 * max(1, len(series))))
-    across = Scale.over(v for each in series for v in each.x)
+    across = Scale.over(v for xs in (*(each.x for each in series), [mark.x for mark in marks]) for v in xs)
     outlines = [*stacked([each for each in series if each.kind == "band"], across, columns // 2)]
     seen = [v for each in series if each.kind != "band" for v in each.y]
     zero = zero or bool(outlines)
@@ -219,12 +219,11 @@ def _ticks(across: Scale, up: Scale) -> tuple[str, str]:
 
 def _marks(marks: Sequence[Mark], across: Scale) -> Iterator[str]:
     """Yield marks by kind and place: those of one place are one."""
-    inside = [mark for mark in marks if across.holds(mark.x) and across.low <= mark.x <= across.high]
 
     def spot(mark: Mark) -> tuple[str, int]:
         return mark.kind, across.place(mark.x) // 200
 
-    for (kind, _), group in groupby(sorted(inside, key=spot), spot):
+    for (kind, _), group in groupby(sorted(marks, key=spot), spot):
         first, *others = group
         words = first.words + (f", and {len(others)} more" if others else "")
         left = across.place(first.x) / SIZE

@@ -130,6 +130,7 @@ def test_a_page_has_all_parts_and_escapes_texts(tmp_path: Path) -> None:
         "before the model",
     )
     first, *_ = points(made, "training")
+    assert 'class="mark alarm" style="left:100.00%"' in made, "the end is not on the axis"
     assert len(first) == 300 and first[0][1] < first[-1][1], "the loss falls"
 
 
