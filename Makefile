@@ -36,7 +36,7 @@ $(TORCH_STAMP):
 
 $(VENV)/.base: $(TORCH_STAMP) setup.cfg pyproject.toml
 	@echo "installing megazero"
-	$(BIN)/pip install --quiet --editable '.[plot]'
+	$(BIN)/pip install --quiet --editable '.'
 	@touch $@
 
 # megatron-core is the oracle for the data format and the schedules; without its own dependencies, which the

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.data.text import stdlib_sources
+from megazero.files import write_text
 from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import METRICS_FILE, read_metrics
-from megazero.log.plot import plot_loss
 from megazero.log.safe_stream import guard_streams
+from megazero.ops.report import report
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 4096
@@ -140,8 +141,8 @@ class Quickstart:
             raise StepFailed(f"megazero {words[0]} ended with exit status {status}")
 
     def summarise(self) -> None:
-        logs, curve = self.out / "logs", self.out / "loss.png"
-        plot_loss([logs], curve, title="quickstart: loss")
+        logs, page = self.out / "logs", self.out / "report.html"
+        write_text(page, report([logs])[0])
         lines = read_metrics(logs)
         first = next(line["lm_loss"] for line in lines if "lm_loss" in line)
         evaluations = [(m["iteration"], m["eval_lm_loss"]) for m in lines if "eval_lm_loss" in m]
@@ -149,7 +150,7 @@ class Quickstart:
             f"\nuntrained: loss {first:.3f} on the first batch (ln {VOCABULARY} = {math.log(VOCABULARY):.3f})\n"
             f"evaluation loss: {', '.join(f'{loss:.3f} at {at}' for at, loss in evaluations)}\n"
             f"  (resumed on another layout after {' and '.join(map(str, self.phase_ends[:-1]))})\n\n"
-            f"loss curve  {curve}\nmetrics     {logs / METRICS_FILE}\ncheckpoint  {self.out / 'checkpoint'}\n"
+            f"curves      {page}\nmetrics     {logs / METRICS_FILE}\ncheckpoint  {self.out / 'checkpoint'}\n"
             f"more text   {sys.executable} -m megazero generate --load {self.out / 'checkpoint'} --prompt 'class '\n"
         )
 

@@ -20,7 +20,6 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.planning.published import SYSTEMS, Errors, Outcome, Run, by_source, predict, runs
 from benchmarks.results import PAGES, RESULTS
-from megazero.charts import new_figure, save
 from megazero.config.options.cluster import load_cluster
 from megazero.plan import compare
 from megazero.plan.options import read_request, with_stand_ins
@@ -199,7 +198,9 @@ def _best(row: compare.Scheme | None) -> str:
 
 def chart() -> None:
     """Chart the page's first model over the rate, beside the lab's small model as measured."""
-    title, figure = next(iter(PLANNED)), new_figure(8.4, 2.8)
+    from matplotlib.figure import Figure
+
+    title, figure = next(iter(PLANNED)), Figure(figsize=(8.4, 2.8), dpi=80, layout="constrained")
     left, right = figure.subplots(1, 2)
     part = PAGE.read_text("utf-8").split(f"### {title}\n")[1].split("\n#")[0]
     _, _, *rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")]
@@ -228,7 +229,7 @@ def chart() -> None:
             axis.label.set_size(8)
         panel.tick_params(labelsize=7)
         panel.minorticks_off()
-    save(figure, CHART)
+    figure.savefig(CHART)
 
 
 def page(found: Sequence[Outcome]) -> str:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megazero.bounded import load_json
+from megazero.bounded import DEEP, load_json
 from megazero.files import decoded, encodable, replacing
 from megazero.log.line_file import LineFile
 
@@ -176,7 +176,10 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 def decode(text: str | bytes) -> dict[str, Any]:
     """Return a line as a dict again. Raises ValueError if it is not a whole JSON object."""
-    line = decoded(load_json(text))
+    try:
+        line = decoded(load_json(text))
+    except RecursionError:
+        raise ValueError(DEEP) from None
     if not isinstance(line, dict):
         raise ValueError(f"not a JSON object: {text!r:.80}")
     return line

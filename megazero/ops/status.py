@@ -76,7 +76,7 @@ class RunFiles:
     @property
     def ends(self) -> Sequence[Line]:
         """The end of the last start, and what its batch script made of it; none while the start is under way."""
-        known = {event.get("lease") for event in self.events}
+        known = [event.get("lease") for event in self.events]
         if self.lease is not None and not self.lease.released and self.lease.owner not in known:
             return []  # the next start has begun, and is not among the events yet
         kept = [event for event in self.events if event.get("event") in ("start", "end", "job")]

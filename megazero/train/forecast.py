@@ -103,6 +103,18 @@ class Forecast:
             [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{meets}"]
         )
 
+    def facts(self, device: torch.device) -> dict[str, Any]:
+        """Return the prediction in bytes and seconds, as the first rank's lines measure: what it sends in a step, and
+        the peak of its memory, on a CPU with mapped files."""
+        sent = self.layout.bytes_by_stage[0].items()
+        mapped = mapped_memory() if device.type == "cpu" else 0
+        return {
+            "memory": self.memory.items(),
+            "in_use_before": self.resident + mapped,
+            "seconds": self.seconds,
+            "bytes": {f"{kind}_{link}_bytes": size for (kind, link), size in sorted(sent)},
+        }
+
     def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
         """Return predicted beside measured, or None if there was no step. Collective.
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, make_config, parse
+from megazero.log.curves import read_curves
 from megazero.log.metrics import read_metrics
-from megazero.log.plot import plot_loss
 from megazero.train.trainer import Trainer
 from tests.dist.runs import write_data
 from tests.unit.train.test_seams import SMALL, run
@@ -80,7 +80,7 @@ def test_each_part_is_evaluated_in_its_turn(tmp_path: Path) -> None:
     assert [line.get("eval_data") for line in lines] == [None, "test"]
     tested = {"iteration": 2, "consumed_samples": 16, "eval_lm_loss": {"test": lines[1]["eval_lm_loss"]}}
     assert tested.items() <= {**logged[-1]}.items()
-    plot_loss([tmp_path / "logs"], tmp_path / "loss.png")
+    assert {"eval_lm_loss", "eval_lm_loss test"} <= read_curves(tmp_path / "logs").keys()
     run({**base, "valid_data_path": [two], "log_dir": str(tmp_path / "alone")})
     assert (
         read_metrics(tmp_path / "alone")[-1]["eval_lm_loss"]

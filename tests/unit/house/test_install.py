@@ -82,6 +82,9 @@ def checkout(target: Path) -> None:
         shutil.copy(ROOT / name, target)
 
 
+FILES = (".py", ".tsv", ".yaml", ".css", ".js")
+
+
 @pytest.mark.slow
 def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
@@ -90,10 +93,10 @@ def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=300)
     (wheel,) = tmp_path.glob("megazero-*.whl")
     with zipfile.ZipFile(wheel) as packed:
-        held = {name for name in packed.namelist() if name.endswith((".py", ".tsv", ".yaml"))}
+        held = {name for name in packed.namelist() if name.endswith(FILES)}
         packed.extractall(target)
     packages = [*source.glob("mega*/**/*"), *source.glob("fsdp2_patch/*")]
-    files = [path for path in packages if path.suffix in (".py", ".tsv", ".yaml")]
+    files = [path for path in packages if path.suffix in FILES]
     own = {path.relative_to(source).as_posix() for path in files}
     assert held == own | {f"megazero/kernels/{path.name}" for path in source.glob("kernels/*.py")}
     files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, target, *PACKAGES)

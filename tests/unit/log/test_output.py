@@ -1,9 +1,8 @@
-"""What people see: console lines with and without a terminal, loggers, the loss curve."""
+"""What people see: console lines with and without a terminal, loggers."""
 
 from __future__ import annotations
 
 import io
-import math
 import re
 import subprocess
 import sys
@@ -13,12 +12,9 @@ import pytest
 
 from megazero.log.console import TrainConsole, interval_line
 from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger
-from megazero.log.metrics import MetricsWriter
-from megazero.log.plot import plot_loss
 from megazero.log.units import human_bytes, human_count, plural
 from megazero.train.outputs import shortened
 from tests import ROOT
-from tests.messages import refused
 from tests.unit.log.test_metrics import _line
 
 
@@ -126,7 +122,7 @@ def test_console_and_metrics_leave_torch_out() -> None:
     code = (
         "import sys, megazero.log.console, megazero.log.metrics, megazero.log.time_bill, "
         "megazero.train.schedule.learning_rate, megazero.train.schedule.run_length, megazero.ops.failures, "
-        "megazero.log.loggers, megazero.log.plot\n"
+        "megazero.log.loggers, megazero.ops.report\n"
         "assert not {'torch', 'numpy', 'matplotlib', 'wandb'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -168,32 +164,9 @@ def test_a_failing_logger_is_dropped_once() -> None:
     [
         ("torch.utils.tensorboard", lambda: TensorBoardLogger("x"), "--tensorboard-dir.*pip install tensorb"),
         ("wandb", lambda: WandbLogger("p", run_id="1"), "--wandb-project p.*pip install wandb"),
-        ("matplotlib.figure", lambda: plot_loss(["x"], "y.png"), "pip install matplotlib"),
     ],
 )
 def test_missing_packages_say_how(monkeypatch: pytest.MonkeyPatch, blocked: str, make, message: str) -> None:
     monkeypatch.setitem(sys.modules, blocked, None)
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_loss_curve(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for run in ("a", "b"):
-        for begin, end in ((0, 20), (10, 30)):
-            writer = MetricsWriter(tmp_path / run, iteration=begin)
-            for iteration in range(begin + 1, end + 1):
-                writer.iteration(_line(iteration, lm_loss=10 / iteration if iteration != 15 else math.nan))
-            writer.evaluation(end, 8 * end, 10 / end)
-            writer.close()
-    one = plot_loss([tmp_path / "a" / "metrics.jsonl"], tmp_path / "plots" / "one.png")
-    both = plot_loss([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png", title="two runs")
-    for path in (one, both):
-        assert path.read_bytes().startswith(b"\x89PNG")
-    assert one.read_bytes() != both.read_bytes()
-    assert sorted(p.name for p in one.parent.iterdir()) == ["one.png"]
-    (tmp_path / "empty.jsonl").write_text('{"iteration": 1}\n')
-    with refused("lm_loss"):
-        plot_loss([tmp_path / "empty.jsonl"], tmp_path / "x.png")
-    with pytest.raises(ValueError, match="no metrics files"):
-        plot_loss([], tmp_path / "x.png")
