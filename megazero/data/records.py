@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megazero.config.options.sections import DataConfig
 from megazero.data.indexed import Index, index_of
 from megazero.data.preprocess import encode_document
-from megazero.data.store import Store
+from megazero.data.store import FileStore
 from megazero.data.text import JSON_SUFFIXES, lines_between, number_at, read_line, text_at
 from megazero.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
@@ -26,11 +26,12 @@ PIECE_BYTES = 1 << 20
 _TAIL = 1 << 16  # bytes fetched with a piece of lines, for the end of its last one
 _OPENED = 16  # files whose tables of contents are read at once
 
-Ids, Mask = NDArray[np.int32], NDArray[np.bool_]
+Ids = NDArray[np.int32]
+Mask = NDArray[np.bool_]
 Record = bytes | Mapping[str, Any] | NDArray[Any]  # a JSON line, a row's column by name, tokens
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Consecutive records of a file of ``size`` bytes: the lines that begin in bytes [first, last), or the rows or
     sequences [first, last).
     """
@@ -52,19 +53,19 @@ class Encode(Protocol):
         """Return the tokens of a document, with its end, and which of them the loss counts as labels, [n] each."""
 
 
-class Format(NamedTuple):
+class RecordFormat(NamedTuple):
     """What is known of files of a suffix.
 
     cut: yields the pieces of a file. read: returns a piece's records, each with its place in the file, by the key of
     text. where: says a place as people do, of an open file.
     """
 
-    cut: Callable[[Store, str, int], Iterator[Piece]]
-    read: Callable[[Store, Piece, str], list[tuple[int, Record]]]
-    where: Callable[[Store, Piece, int], str]
+    cut: Callable[[FileStore, str, int], Iterator[FilePiece]]
+    read: Callable[[FileStore, FilePiece, str], list[tuple[int, Record]]]
+    where: Callable[[FileStore, FilePiece, int], str]
 
 
-def pieces_of(store: Store, words: Sequence[str]) -> tuple[Piece, ...]:
+def pieces_of(store: FileStore, words: Sequence[str]) -> tuple[FilePiece, ...]:
     """Return the pieces of the files that addresses, globs or folders name; of a Megatron file they name the prefix.
 
     Raises ValueError for words that name no file of a known format.
@@ -83,12 +84,12 @@ def pieces_of(store: Store, words: Sequence[str]) -> tuple[Piece, ...]:
         return tuple(piece for cut in cuts for piece in cut)
 
 
-def records_of(store: Store, piece: Piece, key: str) -> list[tuple[int, Record]]:
+def records_of(store: FileStore, piece: FilePiece, key: str) -> list[tuple[int, Record]]:
     """Return a piece's records with their places."""
     return FORMATS[_suffix(piece.address)].read(store, piece, key)
 
 
-def place_of(store: Store, piece: Piece, place: int) -> str:
+def place_of(store: FileStore, piece: FilePiece, place: int) -> str:
     """Say where a record lies."""
     return f"{piece.address}, {FORMATS[_suffix(piece.address)].where(store, piece, place)}"
 
@@ -100,17 +101,17 @@ def _suffix(address: str) -> str:
 # -- JSON lines --------------------------------------------------------------------------------------
 
 
-def _cut_lines(store: Store, address: str, size: int) -> Iterator[Piece]:
+def _cut_lines(store: FileStore, address: str, size: int) -> Iterator[FilePiece]:
     for first in range(0, size, PIECE_BYTES):
-        yield Piece(address, size, first, min(first + PIECE_BYTES, size))
+        yield FilePiece(address, size, first, min(first + PIECE_BYTES, size))
 
 
-def _lines(store: Store, piece: Piece, key: str) -> list[tuple[int, Record]]:
+def _lines(store: FileStore, piece: FilePiece, key: str) -> list[tuple[int, Record]]:
     with store.open(piece.address, piece.size, PIECE_BYTES + _TAIL) as handle:
         return [*lines_between(handle, piece.first, piece.last)]
 
 
-def _line(store: Store, piece: Piece, place: int) -> str:
+def _line(store: FileStore, piece: FilePiece, place: int) -> str:
     with store.open(piece.address, piece.size, PIECE_BYTES) as handle:
         return f"line {number_at(handle, place)}"
 
@@ -118,7 +119,7 @@ def _line(store: Store, piece: Piece, place: int) -> str:
 # -- Parquet -----------------------------------------------------------------------------------------
 
 
-def _parquet(store: Store, address: str, size: int) -> Any:
+def _parquet(store: FileStore, address: str, size: int) -> Any:
     try:
         from pyarrow import parquet
     except ImportError:
@@ -131,15 +132,15 @@ def _parquet(store: Store, address: str, size: int) -> Any:
         raise ValueError(f"{address}: {error}") from None
 
 
-def _cut_rows(store: Store, address: str, size: int) -> Iterator[Piece]:
+def _cut_rows(store: FileStore, address: str, size: int) -> Iterator[FilePiece]:
     contents, first = _parquet(store, address, size).metadata, 0
     for group in range(contents.num_row_groups):
         last = first + contents.row_group(group).num_rows
-        yield Piece(address, size, first, last)
+        yield FilePiece(address, size, first, last)
         first = last
 
 
-def _rows(store: Store, piece: Piece, key: str) -> list[tuple[int, Record]]:
+def _rows(store: FileStore, piece: FilePiece, key: str) -> list[tuple[int, Record]]:
     file = _parquet(store, piece.address, piece.size)
     if key not in (names := file.schema_arrow.names):
         raise ValueError(
@@ -154,23 +155,23 @@ def _rows(store: Store, piece: Piece, key: str) -> list[tuple[int, Record]]:
 
 
 @cache
-def _index(store: Store, address: str, size: int) -> Index:
+def _index(store: FileStore, address: str, size: int) -> Index:
     index = index_of(address, np.frombuffer(store.read(address, 0, size), np.uint8))
     if index[0].kind not in "iu":
         raise ValueError(f"{address} holds {index[0].name} values, not tokens")
     return index
 
 
-def _cut_sequences(store: Store, address: str, size: int) -> Iterator[Piece]:
+def _cut_sequences(store: FileStore, address: str, size: int) -> Iterator[FilePiece]:
     dtype, lengths, *_ = _index(store, address, size)
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     bounds = [0, *np.flatnonzero(np.diff(ends // PIECE_BYTES)) + 1, len(lengths)]
     yield from (
-        Piece(address, size, int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False) if b > a
+        FilePiece(address, size, int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False) if b > a
     )
 
 
-def _sequences(store: Store, piece: Piece, key: str) -> list[tuple[int, Record]]:
+def _sequences(store: FileStore, piece: FilePiece, key: str) -> list[tuple[int, Record]]:
     dtype, lengths, offsets, _ = _index(store, piece.address, piece.size)
     begin, last = int(offsets[piece.first]), piece.last - 1
     end = int(offsets[last]) + int(lengths[last]) * dtype.itemsize
@@ -181,10 +182,10 @@ def _sequences(store: Store, piece: Piece, key: str) -> list[tuple[int, Record]]
     ]
 
 
-FORMATS: Mapping[str, Format] = {
-    **dict.fromkeys(sorted(JSON_SUFFIXES), Format(_cut_lines, _lines, _line)),
-    ".parquet": Format(_cut_rows, _rows, lambda store, piece, place: f"row {place + 1}"),
-    ".idx": Format(_cut_sequences, _sequences, lambda store, piece, place: f"sequence {place}"),
+FORMATS: Mapping[str, RecordFormat] = {
+    **dict.fromkeys(sorted(JSON_SUFFIXES), RecordFormat(_cut_lines, _lines, _line)),
+    ".parquet": RecordFormat(_cut_rows, _rows, lambda store, piece, place: f"row {place + 1}"),
+    ".idx": RecordFormat(_cut_sequences, _sequences, lambda store, piece, place: f"sequence {place}"),
 }
 
 

@@ -31,7 +31,7 @@ _LOCAL = ("file", "local")
 Result = TypeVar("Result")
 
 
-class Store:
+class FileStore:
     """Reads files by address. Threads may share it. Raises ValueError, naming the address, for what cannot be read.
 
     cache: folder for what is fetched, or None. pause: waits for so many seconds.
@@ -106,7 +106,7 @@ class Store:
 class _Ranges(io.RawIOBase):
     """A file of a store. Each read fetches what it returns."""
 
-    def __init__(self, store: Store, address: str, size: int) -> None:
+    def __init__(self, store: FileStore, address: str, size: int) -> None:
         self._store, self._address, self._size, self._at = store, address, size, 0
 
     def readable(self) -> bool:

@@ -30,16 +30,16 @@ from megazero.data.gpt import Sample, SampleSpec, finish_sample
 from megazero.data.records import (
     Encode,
     EncodeText,
+    FilePiece,
     Ids,
     Mask,
-    Piece,
     Record,
     pieces_of,
     place_of,
     records_of,
 )
 from megazero.data.source import OpenPart, SampleSource
-from megazero.data.store import Store
+from megazero.data.store import FileStore
 from megazero.data.workers import Workers
 from megazero.mesh.objects import gather_objects
 
@@ -63,11 +63,11 @@ class Member:
     """One of the data sets of a blend, and its order."""
 
     number: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[FilePiece]
     seed: int
     shuffle: bool
 
-    def piece(self, ordinal: int) -> Piece:
+    def piece(self, ordinal: int) -> FilePiece:
         """Return a piece by its place in the order of all epochs."""
         epoch, at = divmod(ordinal, len(self.pieces))
         return self.pieces[
@@ -93,13 +93,13 @@ def _turns(begin: int, count: int) -> NDArray[np.float64]:
 class Reading:
     """How records become tokens, in one run."""
 
-    store: Store
+    store: FileStore
     encode: Encode
     workers: Workers
     skip_bad_lines: bool
 
 
-class Shard:
+class VirtualShard:
     """Texts of a virtual shard, one after the other. A thread may fill it ahead; all else is of its owner's.
 
     place: (ordinal, record, token) at which the next text begins, and how many records were left out before it.
@@ -183,7 +183,7 @@ class Shard:
             ordinal, record = ordinal + self._stride, 0
         raise ValueError(f"{piece.address} and the files beside it hold no text; name others")
 
-    def _refuse_bad(self, piece: Piece, place: int, error: str) -> None:
+    def _refuse_bad(self, piece: FilePiece, place: int, error: str) -> None:
         if not self._reading.skip_bad_lines:
             raise ValueError(
                 f"{place_of(self._reading.store, piece, place)}: {error}; mend it, name another key (--stream-key), "
@@ -245,11 +245,13 @@ class StreamSource(SampleSource):
         for i, member in enumerate(members, begin):
             yield member, i % self._count % self._shards[member]
 
-    def _shard(self, key: tuple[int, int]) -> Shard:
+    def _shard(self, key: tuple[int, int]) -> VirtualShard:
         if key not in self._open:
             member, k = key
             *place, behind = self._at.get(f"{member}.{k}", (k, 0, 0, 0, 0))
-            self._open[key] = Shard(self.members[member], self._shards[member], self.reading, place, behind)
+            self._open[key] = VirtualShard(
+                self.members[member], self._shards[member], self.reading, place, behind
+            )
         return self._open[key]
 
     def _sample(self, text: NDArray[np.int64], mask: Mask, number: int) -> Sample:
@@ -281,8 +283,9 @@ class StreamSource(SampleSource):
                 "the files of the stream, or --stream-shards, are others than when the checkpoint was written, so "
                 "its place in them is lost: name the same ones, or start a new run from its weights (--finetune)"
             )
-        self._next, self._at = (state["samples"], state["shards"]) if state else (0, {})
-        self._open: dict[tuple[int, int], Shard] = {}
+        self._next: int = state["samples"] if state else 0
+        self._at: dict[str, list[int]] = state["shards"] if state else {}
+        self._open: dict[tuple[int, int], VirtualShard] = {}
 
 
 def furthest(states: Sequence[Any]) -> Any:
@@ -301,7 +304,7 @@ def stream_parts(data: DataConfig) -> dict[str, OpenPart]:
     """Return how each part of the data opens. --data-path is trained on as a whole."""
     named = {split: getattr(data, f"{split}_data_path") for split in SPLITS}
     named["train"] = named["train"] or data.data_path
-    store, workers = Store(data.data_cache_path), Workers(data.stream_workers)
+    store, workers = FileStore(data.data_cache_path), Workers(data.stream_workers)
 
     def open_part(words: Sequence[str], spec: SampleSpec, count: int, ordered_for: int) -> StreamSource:
         reading = Reading(store, EncodeText.of(data, spec.tokenizer), workers, data.skip_bad_lines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -17,7 +19,7 @@ from megazero.data import records, stream
 from megazero.data.gpt import SampleSpec
 from megazero.data.indexed import IndexedWriter, token_dtype
 from megazero.data.sampler import Batches
-from megazero.data.store import Store
+from megazero.data.store import FileStore
 from megazero.data.stream import StreamSource, furthest, stream_parts
 from megazero.data.tokenizer import NullTokenizer
 
@@ -57,7 +59,7 @@ def taken(source: StreamSource, samples: int) -> list[Any]:
 
 
 def global_batches(sources: list[StreamSource], batches: int, state: Any) -> Iterator[tuple[bytes, Any]]:
-    """Yield the tokens of each global batch of 8, as data-parallel ranks take them, with the state of all behind it."""
+    """Yield the tokens of each global batch of 8, as data-parallel ranks take them, with the state behind it."""
     for source in sources:
         source.load_state(state)
     ranks = len(sources)
@@ -205,15 +207,62 @@ def test_a_failing_store_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monk
         return fetch(self, path, **span)
 
     monkeypatch.setattr(type(memory), "cat_file", failing)
-    store = Store(tmp_path / "cache", waits.append)
+    store = FileStore(tmp_path / "cache", waits.append)
     with pytest.warns(UserWarning, match="memory://corpus/a.jsonl: asked again in 2 s .reset by peer."):
         assert store.read("memory://corpus/a.jsonl", 2, 6) == b"2345"
     assert waits == [0.5, 1.0, 2.0]
     left[0] = 10**9
-    assert Store(tmp_path / "cache").read("memory://corpus/a.jsonl", 2, 6) == b"2345"  # kept
+    assert FileStore(tmp_path / "cache").read("memory://corpus/a.jsonl", 2, 6) == b"2345"  # kept
     with (
         pytest.warns(UserWarning),
         pytest.raises(ValueError, match="a.jsonl: the store has failed for 5 minutes"),
     ):
         store.read("memory://corpus/a.jsonl", 0, 6)
     assert sum(waits) > 300
+
+
+class Weather:
+    """A WSGI application in front of a store's, which is slow and answers one request in five with an error."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.requests, self.refused = app, 0, 0
+
+    def __call__(self, environ: Any, start: Any) -> Any:
+        time.sleep(0.01)
+        self.requests += 1
+        if environ["REQUEST_METHOD"] == "GET" and self.requests % 5 == 0:
+            self.refused += 1
+            start("503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        return self.app(environ, start)
+
+
+@pytest.mark.slow
+def test_a_store_that_is_slow_fails_and_dies_loses_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An S3 server that refuses one request in five and is away for ten seconds, read by two workers."""
+    moto = pytest.importorskip("moto.server")
+    s3fs, serving = pytest.importorskip("s3fs"), pytest.importorskip("werkzeug.serving")
+    weather = Weather(moto.DomainDispatcherApplication(moto.create_backend_app))
+    server = serving.make_server("127.0.0.1", 0, weather, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    said = {"ENDPOINT_URL": f"http://127.0.0.1:{server.port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    for name, value in {**said, "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    store, write = s3fs.S3FileSystem(), write_lines
+    store.mkdir("corpus")
+    for i in range(2):
+        store.put_file(write(tmp_path / "data" / f"{i}.jsonl", documents(150, i)), f"corpus/{i}.jsonl")
+    local, remote = opened(tmp_path / "data"), opened("s3://corpus", stream_workers=2)
+    wanted, found = taken(local, 600), taken(remote, 200)
+    server.shutdown()
+    server.server_close()
+    back = threading.Timer(10, lambda: serving.make_server("127.0.0.1", server.port, weather).serve_forever())
+    back.daemon = True
+    back.start()
+    began = time.monotonic()
+    found += taken(remote, 400)
+    assert time.monotonic() - began > 9 and weather.refused > 20
+    assert np.array_equal(found, wanted)
