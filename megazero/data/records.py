@@ -81,7 +81,10 @@ def pieces_of(store: FileStore, words: Sequence[str]) -> tuple[FilePiece, ...]:
         files |= known
     with ThreadPoolExecutor(_OPENED) as threads:
         cuts = threads.map(lambda file: [*FORMATS[_suffix(file[0])].cut(store, *file)], files.items())
-        return tuple(piece for cut in cuts for piece in cut)
+        pieces = tuple(piece for cut in cuts for piece in cut)
+    if not pieces:
+        raise ValueError(f"{' '.join(words)}: every file there is empty")
+    return pieces
 
 
 def records_of(store: FileStore, piece: FilePiece, key: str) -> list[tuple[int, Record]]:
