@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,29 @@ def test_a_broken_record_is_named_or_counted(tmp_path: Path) -> None:
         (tmp_path / "b.txt").write_text("5")
         with pytest.raises(ValueError, match=words):
             taken(opened(tmp_path / broken), 1)
+
+
+class Halves:
+    """Encodes plain text, and counts its even words alone."""
+
+    key = "text"
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def __call__(self, record: Any) -> Any:
+        ids, _ = self.plain(record)
+        return ids, ids % 2 == 0
+
+
+def test_masks_of_records_and_changes_of_texts_reach_the_samples(tmp_path: Path) -> None:
+    """Among them from a worker process. A change, as of fill in the middle, knows the number of its sample."""
+    source = opened(write_lines(tmp_path / "a.jsonl", documents(60)), stream_workers=1)
+    source.reading = replace(source.reading, encode=Halves(source.reading.encode))
+    for sample in source.batch(20, range(20)):
+        assert np.array_equal(sample["loss_mask"], sample["labels"] % 2 == 0)
+    source.spec = replace(SPEC, change=lambda text, seed, number: np.full_like(text, 100 * seed + number))
+    assert [sample["tokens"][0] for sample in source.batch(8, range(4, 6))] == [724, 725]
 
 
 def test_another_place_is_refused(tmp_path: Path) -> None:
