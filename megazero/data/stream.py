@@ -70,9 +70,8 @@ class Member:
     def piece(self, ordinal: int) -> FilePiece:
         """Return a piece by its place in the order of all epochs."""
         epoch, at = divmod(ordinal, len(self.pieces))
-        return self.pieces[
-            _shuffled(len(self.pieces), (self.seed, self.number, epoch) if self.shuffle else None)[at]
-        ]
+        order = _shuffled(len(self.pieces), (self.seed, self.number, epoch) if self.shuffle else None)
+        return self.pieces[order[at]]
 
     def records(self, ordinal: int, count: int) -> NDArray[np.int64]:
         """Return the order of a piece's records."""
@@ -122,7 +121,8 @@ class VirtualShard:
     def prepare(self, length: int) -> None:
         """Begin to read what the next text takes."""
         if self._reading.workers.count and self._filling is None:
-            self._filling = self._reading.workers.threads.submit(self._fill, length * (1 + bool(self.behind)))
+            tokens = length * (1 + bool(self.behind))
+            self._filling = self._reading.workers.begin(partial(self._fill, tokens))
 
     def take(self, length: int) -> tuple[NDArray[np.int64], Mask]:
         """Return the next text and its mask, [length + 1] each, after those that others have taken."""
@@ -196,9 +196,8 @@ def _runs(records: Sequence[Record], begin: int) -> Iterator[tuple[int, int]]:
     size, first = 0, begin
     for at in range(begin, len(records)):
         record = records[at]
-        size += (
-            len(f"{record}") if isinstance(record, Mapping) else len(record) * getattr(record, "itemsize", 1)
-        )
+        row = isinstance(record, Mapping)
+        size += len(f"{record}") if row else len(record) * getattr(record, "itemsize", 1)
         if size >= RUN_BYTES or at + 1 == len(records):
             yield first, at + 1
             size, first = 0, at + 1
@@ -264,12 +263,10 @@ class StreamSource(SampleSource):
         return sample
 
     def state(self) -> Any:
+        if not self._next:
+            return 0
         at = {f"{member}.{k}": shard.state() for (member, k), shard in self._open.items()}
-        return (
-            {"stream": self.fingerprint, "samples": self._next, "shards": {**self._at, **at}}
-            if self._next
-            else 0
-        )
+        return {"stream": self.fingerprint, "samples": self._next, "shards": {**self._at, **at}}
 
     def whole_state(self, state: Any) -> Any:
         return furthest(gather_objects(state)) if state else state

@@ -5,11 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property
 from multiprocessing.connection import wait
+from queue import SimpleQueue
 
 from megazero.data.records import Encode, Ids, Mask, Record
 
@@ -38,10 +39,29 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self._tasks: SimpleQueue[tuple[Future[None], Callable[[], None]]] = SimpleQueue()
+
+    def begin(self, task: Callable[[], None]) -> Future[None]:
+        """Run a task in a thread that ends with the process, though it waits for a store."""
+        future: Future[None] = Future()
+        self._tasks.put((future, task))
+        assert self._threads
+        return future
 
     @cached_property
-    def threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(4 * self.count, thread_name_prefix="stream")
+    def _threads(self) -> list[threading.Thread]:
+        threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(4 * self.count)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _serve(self) -> None:
+        while True:
+            future, task = self._tasks.get()
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
 
     @cached_property
     def _processes(self) -> ProcessPoolExecutor:
