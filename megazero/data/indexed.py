@@ -156,7 +156,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         if missing := missing_file(self.prefix):
             raise ValueError(missing)
-        self.dtype, self.lengths, self.offsets, self.documents = _read_index(idx_path(prefix))
+        self.dtype, self.lengths, self.offsets, self.documents = read_index(idx_path(prefix))
         self.tokens = int(self.lengths.sum(dtype=np.int64))
         self._check_bin()
         self._bin: NDArray[np.uint8] = (
@@ -215,12 +215,16 @@ class IndexedDataset:
 Index = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
 
-def _read_index(path: Path) -> Index:
-    size = path.stat().st_size
+def read_index(path: Path) -> Index:
+    """Read an .idx through a memory map."""
+    return index_of(path, np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8))
+
+
+def index_of(path: str | Path, raw: NDArray[np.uint8]) -> Index:
+    """Return the dtype, lengths, offsets and documents that the bytes of an .idx hold. path: for errors."""
+    size, head = len(raw), raw[: HEADER.size].tobytes()
     if size == 0:
         raise ValueError(f"{path} is empty; copy it again or rerun megazero preprocess")
-    with open(path, "rb") as handle:
-        head = handle.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise ValueError(
             f"{path} is not a Megatron index: it starts with {head[:9]!r}, not {MAGIC!r}; "
@@ -242,7 +246,6 @@ def _read_index(path: Path) -> Index:
             f"{path} is {what}: {size} bytes, its header ({sequences} sequences, {bounds} document bounds) "
             f"asks for {wanted}; copy it again or rerun megazero preprocess"
         )
-    raw = np.memmap(path, mode="r")
     at = HEADER.size
     lengths = raw[at : at + 4 * sequences].view("<i4")
     offsets = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")

@@ -257,6 +257,9 @@ class Encoder:
             handle.write(json.dumps(asdict(total)).encode())
         return chunk.number, total
 
+    def _encode(self, text: Text) -> Encoded:
+        return encode_document(self.tokenizer, text, self.job.append_eod)
+
     def _documents(self, chunk: Chunk) -> Iterator[dict[str, Encoded] | None]:
         """Yield the tokens by key of every document, or None for a line that is left out."""
         if not chunk.stop:
@@ -277,13 +280,14 @@ class Encoder:
                     ) from None
                 yield None
 
-    def _encode(self, text: Text) -> Encoded:
-        """Return a document's tokens and its sequences' lengths: one, or one for each string of a list."""
-        pieces = [self.tokenizer.encode(piece) for piece in ([text] if isinstance(text, str) else text)]
-        pieces = [piece for piece in pieces if piece]
-        if pieces and self.job.append_eod:
-            pieces[-1] = [*pieces[-1], self.tokenizer.info.eod]
-        return [token for piece in pieces for token in piece], [len(piece) for piece in pieces]
+
+def encode_document(tokenizer: Tokenizer, text: Text, append_eod: bool) -> Encoded:
+    """Return a document's tokens and its sequences' lengths: one, or one for each string of a list."""
+    pieces = [tokenizer.encode(piece) for piece in ([text] if isinstance(text, str) else text)]
+    pieces = [piece for piece in pieces if piece]
+    if pieces and append_eod:
+        pieces[-1] = [*pieces[-1], tokenizer.info.eod]
+    return [token for piece in pieces for token in piece], [len(piece) for piece in pieces]
 
 
 def _part(parts: Path, chunk: Chunk, key: str, suffix: str) -> Path:

@@ -41,8 +41,12 @@ class SampleSource(ABC):
     def state(self) -> Any:
         """Return where it stands, in JSON types.
 
-        It does not change when the source goes on, and is the same on every rank, whatever ``own`` was.
+        It does not change when the source goes on. Each rank's leads to the same samples, whatever ``own`` was.
         """
+
+    def whole_state(self, state: Any) -> Any:
+        """Return one state for all ranks, of the ``state`` that each has after the same samples. Collective."""
+        return state
 
     @abstractmethod
     def load_state(self, state: Any) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megazero.bounded import load_json
 
@@ -101,15 +101,20 @@ def json_lines(file: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     Of a line that is longer than MOST_LINE only the beginning is read, one byte more than that.
     """
     with open(file, "rb") as handle:
-        if start:
-            handle.seek(start - 1)
-            _skip_line(handle, stop)  # the rest of one that began earlier, or just its newline
-        while (at := handle.tell()) < stop:
-            line = handle.readline(MOST_LINE + 1)
-            if len(line) > MOST_LINE:
-                _skip_line(handle, stop)
-            if line.strip():
-                yield at, line
+        yield from lines_between(handle, start, stop)
+
+
+def lines_between(handle: IO[bytes], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yield what ``json_lines`` does of an open file."""
+    if start:
+        handle.seek(start - 1)
+        _skip_line(handle, stop)  # the rest of one that began earlier, or just its newline
+    while (at := handle.tell()) < stop:
+        line = handle.readline(MOST_LINE + 1)
+        if len(line) > MOST_LINE:
+            _skip_line(handle, stop)
+        if line.strip():
+            yield at, line
 
 
 def _skip_line(handle: IO[bytes], stop: int) -> None:
@@ -120,15 +125,26 @@ def _skip_line(handle: IO[bytes], stop: int) -> None:
 
 def line_number(file: str, offset: int) -> int:
     """Return the number, counted from 1, of the line that begins at ``offset``."""
-    number = 1
     with open(file, "rb") as handle:
-        while piece := handle.read(min(_PIECE, offset - handle.tell())):
-            number += piece.count(b"\n")
+        return number_at(handle, offset)
+
+
+def number_at(handle: IO[bytes], offset: int) -> int:
+    """Return what ``line_number`` does of an open file, which is at its beginning."""
+    number = 1
+    while piece := handle.read(min(_PIECE, offset - handle.tell())):
+        number += piece.count(b"\n")
     return number
 
 
 def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
     """Return the texts of a JSON line, by key. A ValueError says what is wrong, not where."""
+    record = read_line(line)
+    return {key: text_at(record, key) for key in keys}
+
+
+def read_line(line: bytes) -> Mapping[str, Any]:
+    """Return the object of a JSON line. A ValueError says what is wrong, not where."""
     if len(line) > MOST_LINE:
         raise ValueError(f"longer than {MOST_LINE:,} bytes; a document has a line of its own")
     try:
@@ -139,17 +155,20 @@ def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{_in_json(record)}, not an object")
-    texts = {}
-    for key in keys:
-        if key not in record:
-            raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
-        texts[key] = text = record[key]
-        for piece in text if isinstance(text, list) else [text]:
-            if not isinstance(piece, str):
-                raise ValueError(f"{key!r} holds {_in_json(piece)}, not text")
-            if not _is_unicode(piece):
-                raise ValueError(f"{key!r} holds half a surrogate pair, which is no character")
-    return texts
+    return record
+
+
+def text_at(record: Mapping[str, Any], key: str) -> Text:
+    """Return the text under a key. A ValueError says what is wrong, not where."""
+    if key not in record:
+        raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
+    text: Text = record[key]
+    for piece in text if isinstance(text, list) else [text]:
+        if not isinstance(piece, str):
+            raise ValueError(f"{key!r} holds {_in_json(piece)}, not text")
+        if not _is_unicode(piece):
+            raise ValueError(f"{key!r} holds half a surrogate pair, which is no character")
+    return text
 
 
 def _in_json(value: object) -> str:

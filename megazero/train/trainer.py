@@ -375,7 +375,8 @@ class Trainer:
         if self.config.checkpoint.save is None or iteration == saved_at:
             return saved_at
         self.phase = f"saving iteration {iteration}"
-        self.saver.save(self.progress)
+        whole = self.data["train"].whole_state(self.progress.source)
+        self.saver.save(replace(self.progress, source=whole))
         return iteration
 
     def _saved(self, iteration: int, path: Path, seconds: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megazero.config.options.data_inputs import PARTS, missing_file, parse_data_path
+from megazero.config.options.data_inputs import PARTS, TOKENIZERS, missing_file, parse_data_path
 
 if TYPE_CHECKING:
     from megazero.config.options.sections import DataConfig
@@ -29,7 +29,7 @@ class DataKind:
 
 def data_kind(data: DataConfig) -> DataKind:
     """Return what is known of the data that the options name."""
-    return SOURCES["mock" if data.mock_data else "indexed"]
+    return SOURCES["mock" if data.mock_data else data.data_source]
 
 
 def _named_twice(data: DataConfig) -> Iterator[str]:
@@ -47,9 +47,16 @@ def _missing_files(data: DataConfig, splits: Collection[str]) -> Iterator[str]:
     return filter(None, map(missing_file, prefixes))
 
 
+def _stream_faults(data: DataConfig) -> Iterator[str]:
+    yield from _named_twice(data)
+    if data.tokenizer_type is None:
+        yield f"--data-source stream needs --tokenizer-type, which makes tokens of its text: {', '.join(TOKENIZERS)}"
+
+
 SOURCES: Mapping[str, DataKind] = MappingProxyType(
     {
         "indexed": DataKind("megazero.data.build:indexed_parts", faults=_named_twice, missing=_missing_files),
+        "stream": DataKind("megazero.data.stream:stream_parts", faults=_stream_faults),
         "mock": DataKind("megazero.data.mock:mock_parts", faults=_named_twice),
     }
 )

@@ -591,7 +591,7 @@ class DataConfig:
     NEEDS: ClassVar = {
         name: f"tokenizer_type = {'|'.join(kind for kind, files in TOKENIZERS.items() if name in files)}"
         for name in FILE_OPTIONS
-    } | {"fim_": "fim_data"}
+    } | {"fim_": "fim_data", "stream_": "data_source = stream"}
 
     data_path: tuple[str, ...] = option(
         (), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend", resume=ORDER
@@ -599,7 +599,7 @@ class DataConfig:
     split: str = option(
         "969,30,1",
         "shares of train, validation and test in --data-path",
-        needs="not names_parts: --data-path, which it divides",
+        needs=("not names_parts: --data-path, which it divides", "data_source = indexed"),
         resume=ORDER,
     )
     train_data_path: tuple[str, ...] = option(
@@ -611,9 +611,36 @@ class DataConfig:
     test_data_path: tuple[str, ...] = option(
         (), "data to evaluate on after the last iteration, in the form of --data-path"
     )
+    data_source: str = option(
+        "indexed",
+        "what the data paths name: indexed: Megatron's files, by prefix. stream: JSON lines, Parquet or Megatron's "
+        "files, by path or address (s3://, gs://, https://), which are encoded while the run trains",
+        choices=("indexed", "stream"),
+        needs="not mock_data: --data-path instead of --mock-data",
+        resume=ORDER,
+    )
+    stream_key: str = option(
+        "text", "key of JSON lines, or column of Parquet files, that holds the text", resume=ORDER
+    )
+    stream_shards: int = option(
+        64,
+        "virtual shards that samples come from in turn. Each is read by one rank where the micro-batch of all ranks "
+        "divides them, else by several",
+        low=1,
+        resume=ORDER,
+    )
+    stream_shuffle: bool = option(True, "shuffle files in pieces, and the records of a piece", resume=ORDER)
+    stream_workers: int = option(2, "processes of a rank that encode; 0: it does so itself", low=0)
+    skip_bad_lines: bool = option(
+        False,
+        "leave out records that are damaged or lack the key, with a warning",
+        needs="data_source = stream",
+        resume=ORDER,
+    )
     data_cache_path: str | None = option(
         None,
-        "folder of index caches (default: beside the data)",
+        "folder of index caches (default: beside the data), and of what streams have fetched from other machines "
+        "(default: not kept)",
         needs="not mock_data: --data-path instead of --mock-data",
     )
     fim_data: bool = option(

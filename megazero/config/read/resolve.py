@@ -307,9 +307,9 @@ def _tokenizer(values: Values, known: Known) -> Completed:
 
 
 def _data(values: Values, known: Known) -> Completed:
-    """Note that nothing is evaluated where each part but that is named."""
-    given = [name for name in PARTS if values.get(name)]
-    unseen = given and "valid_data_path" not in given and values.get("eval_iters") != 0
+    """Note that nothing is evaluated where each part but that is named, or a stream, which --split does not cut."""
+    given = [name for name in PARTS if values.get(name)] or values.get("data_source") == "stream"
+    unseen = given and not values.get("valid_data_path") and values.get("eval_iters") != 0
     note = "no validation data is named: nothing is evaluated while training"
     return Completed(notes=[note] * bool(unseen))
 

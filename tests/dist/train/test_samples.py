@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megazero.checkpoint import store
@@ -183,3 +185,24 @@ def test_too_little_data_is_counted_from_where_the_run_is(tmp_path: Path) -> Non
     assert "has 114 samples" in iters and "lower --train-iters to at most 26" in iters
     assert "takes 1000: lower --train-samples to at most 114" in wanted
     assert "--train-samples 7 does not fill the first global batch; nearest: 8" in little
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("shards", [8, 5])
+def test_a_stream_goes_on_elsewhere_with_the_same_samples(tmp_path: Path, shards: int) -> None:
+    """Its place is gathered at a save from ranks that each read their own shards, or, of 5, more than theirs."""
+    words = np.random.default_rng(0).integers(0, 126, (400, 30))
+    lines = [json.dumps({"text": " ".join(map(str, row[: 1 + row[0] % 30]))}) for row in words.tolist()]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    base = {**values(tmp_path), "split": None, "data_path": (str(tmp_path / "text.jsonl"),)}
+    base |= {"data_source": "stream", "stream_shards": shards, "stream_workers": 0, "eval_iters": 0}
+    base |= {"tokenizer_type": "NullTokenizer", "vocab_size": 126}
+    (whole,) = runs([(1, base)])
+    seen = []
+    for layout, exit_at in {"ddp": 3, "tp 2 x zero3": 5, "zb-h1": None}.items():
+        ranks, changes = LAYOUTS[layout]
+        job = {**base, **changes, "exit_interval": exit_at, "save": str(tmp_path / "run")}
+        seen += samples(runs([(ranks, {**job, "load": job["save"], "allow_fresh_start": True})])[0])
+    assert seen == samples(whole) and len({text for _, text in seen}) > 40
+    path = store.latest(tmp_path / "run")
+    assert path is not None and store.read_state(path)["source"]["samples"] == sum(STEPS)
