@@ -35,6 +35,9 @@ COMMANDS = {
     "tokenizer": Command("Train a SentencePiece tokenizer on text.", "megazero.cli.tokenizer"),
     "flags": Command("Explain a flag of megazero or Megatron, or a key of DeepSpeed.", "megazero.cli.flags"),
     "status": Command("Report the state, progress and restarts of runs.", "megazero.cli.status"),
+    "report": Command(
+        "Draw runs as one HTML file: curves, time, bytes, memory, layout.", "megazero.cli.report"
+    ),
     "inspect": Command("Describe a checkpoint and check its files.", "megazero.cli.inspect"),
     "convert": Command(
         "Convert checkpoints to and from Hugging Face, and from Megatron.", "megazero.convert.command"

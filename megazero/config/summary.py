@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from megazero.comm.wire import Coding
 from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_back
@@ -13,7 +14,7 @@ from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, qu
 from megazero.config.model.mixers import mixers_of
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import active_count, parameter_count
-from megazero.config.options.fields import show
+from megazero.config.options.fields import Option, show
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
@@ -36,15 +37,20 @@ def decoder_line(config: RunConfig) -> str:
     return f"{'decoder':<11}{model_summary(config.model, config.parallel.tensor_model_parallel_size)}"
 
 
-def _chosen(config: RunConfig) -> Iterator[str]:
-    """Yield the options that are not the default, a paragraph for each section."""
+def chosen(config: RunConfig) -> Iterator[tuple[Option, Any, Any]]:
+    """Yield the options that are not the default of the model's family, with their values and the default."""
     family = FAMILIES[config.model.model_family].defaults
+    for opt in all_options().values():
+        value, usual = config.get(opt.name), family.get(opt.name, opt.default)
+        if value != usual:
+            yield opt, value, usual
+
+
+def _chosen(config: RunConfig) -> Iterator[str]:
+    """Yield the same in words, a paragraph for each section."""
+    options = list(chosen(config))
     for section in section_types():
-        words = []
-        for opt in all_options().values():
-            value = config.get(opt.name)
-            if opt.section == section and value != family.get(opt.name, opt.default):
-                words.append(f"{opt.key}={show(value)}".replace(" ", "\0"))
+        words = [f"{o.key}={show(v)}".replace(" ", "\0") for o, v, _ in options if o.section == section]
         text = textwrap.wrap(" ".join(words), width=120, break_long_words=False, break_on_hyphens=False)
         yield from (f"{'' if i else section:<11}{line}".replace("\0", " ") for i, line in enumerate(text))
 

@@ -24,6 +24,7 @@ from megazero.mesh.launch import Launch
 
 EVENTS_FILE = "events.jsonl"
 RUN_FILE = "run_id"
+RESOLVED_FILE = "config.yaml"  # every option, and what was chosen in its comments
 IDS = ("run_id", "job_id", "lease")  # in events
 MOST_HOSTS = 8  # named in the header
 

@@ -103,6 +103,16 @@ class Forecast:
             [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{meets}"]
         )
 
+    def facts(self) -> dict[str, Any]:
+        """Return the prediction in bytes and seconds, of bytes sent those that the first rank counts in a step."""
+        sent = self.layout.bytes_by_stage[0].items()
+        return {
+            "memory": self.memory.items(),
+            "in_use_before": self.resident,
+            "seconds": self.seconds,
+            "bytes": {f"{kind}_{link}_bytes": size for (kind, link), size in sorted(sent)},
+        }
+
     def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
         """Return predicted beside measured, or None if there was no step. Collective.
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import yaml
 
+import megazero
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
 from megazero.config.secrets import redact
 from megazero.config.summary import decoder_line, describe, layout_lines, note_lines
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
-from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
+from megazero.log.history import EVENTS_FILE, RESOLVED_FILE, RUN_FILE, Start, event_line, identify
 from megazero.log.line_file import NO_ROOM, LineFile
 from megazero.log.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
 from megazero.log.metrics import IterationMetrics, MetricsWriter
@@ -29,10 +33,10 @@ from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
 from megazero.models.dtypes import DTYPES
+from megazero.ops.live_page import LivePage
 from megazero.train.callbacks.callback import Callback
 from megazero.train.state.progress import Progress
 
-RESOLVED_FILE = "config.yaml"
 START_LINES = 12  # of the console at a start; the file has all
 
 
@@ -41,7 +45,7 @@ class Outputs(Callback):
     """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
 
     start_of: this start of the run. metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks
-    other than the first. peak: of the device, in TFLOP/s, where it is known.
+    other than the first. peak: of the device, in TFLOP/s, where it is known. page: that of --report.
     """
 
     start_of: Start
@@ -50,6 +54,7 @@ class Outputs(Callback):
     metrics: MetricsWriter | None
     events: LineFile | None = None
     peak: float | None = None
+    page: LivePage | None = None
 
     def logged(self, metrics: IterationMetrics) -> None:
         if self.peak:
@@ -59,6 +64,8 @@ class Outputs(Callback):
         if self.metrics is not None:
             self.metrics.iteration(metrics)
             self.loggers.log(metrics.iteration, metrics.as_dict())
+        if self.page is not None:
+            self.page.tick()
 
     def evaluated(self, at: Progress, name: str, loss: float) -> None:
         """Report an evaluation. loss: nats per token."""
@@ -108,6 +115,21 @@ def agree_on_start(config: RunConfig, launch: Launch, progress: Progress) -> Sta
     return replace(starts[0], hosts=hosts, iteration=progress.iteration)
 
 
+def surroundings(mesh: Mesh) -> dict[str, Any]:
+    """Return on what a start runs, for its event."""
+    cuda = mesh.device.type == "cuda"
+    return {
+        "ranks": mesh.world_size,
+        "ranks_per_node": mesh.grid.ranks_per_node,
+        "device": torch.cuda.get_device_name(mesh.device) if cuda else f"{mesh.device}",
+        "versions": {
+            "megazero": megazero.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
 def open_outputs(
     config: RunConfig,
     progress: Progress,
@@ -118,9 +140,11 @@ def open_outputs(
     *,
     first: bool,
     peak: float | None = None,
+    about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Outputs:
     """Open what this rank writes to; ``stack`` closes it. first: this is the first rank, the only one that writes.
-    guard: called before lines are written. peak: of the device, in TFLOP/s, where it is known.
+    guard: called before lines are written. peak: of the device, in TFLOP/s, where it is known. about: what else the
+    event of the start tells.
 
     Raises ValueError if a logger that was asked for cannot run.
     """
@@ -137,7 +161,8 @@ def open_outputs(
     resolved = redact(config.to_dict())
     loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
-    outputs = Outputs(start, console, loggers, metrics, events, peak)
+    page = LivePage(log.log_dir, console.warning) if log.report else None
+    outputs = Outputs(start, console, loggers, metrics, events, peak, page)
     outputs.event(
         "start",
         run_id=start.run_id,
@@ -146,6 +171,7 @@ def open_outputs(
         last_iteration=last_iteration,
         lease=start.lease,
         **start.facts(),
+        **about,
     )
     return outputs
 

@@ -59,7 +59,7 @@ from megazero.train.data.datasets import (
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
-from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start
+from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start, surroundings
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
 from megazero.train.qk_clip import QKClip
@@ -329,8 +329,10 @@ def _announce(
     notes = (*progress.notes, *built.notes, *halt)
     progress = replace(progress, run_id=start.run_id, notes=notes)
     guard, peak = partial(lease.check, config.logging.log_dir), peak_tflops(config, mesh.device)
+    first, predicted = mesh.rank == 0, built.forecast.facts() if built.forecast else {}
+    about = {**surroundings(mesh), "predicted": predicted}
     outputs = open_outputs(
-        config, progress, start, length.last_iteration, stack, guard, first=mesh.rank == 0, peak=peak
+        config, progress, start, length.last_iteration, stack, guard, first=first, peak=peak, about=about
     )
     forecast = built.forecast.lines() if built.forecast else ()
     report_start(config, mesh, built.decoder, progress, outputs, forecast)

@@ -154,6 +154,8 @@ class Supervisor:
         if self.trainer is not None:
             why = f"{self._told}, as above" if self._told else reason
             self.trainer.outputs.console.note(end_line(why, facts))
+            if ours and self.trainer.outputs.page is not None:
+                self.trainer.outputs.page.close()
         if self.launch.rank == 0:
             self.lease.release()
 

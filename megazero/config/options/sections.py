@@ -753,6 +753,7 @@ class LoggingConfig:
         False, "the largest score of attention of every step in its line, as with --qk-clip", small=SHORT
     )
     moe_per_layer_logging: bool = option(False, "balance of experts of each layer in every line, too")
+    report: bool = option(False, "keep LOG_DIR/report.html, the page of `megazero report`, up to date")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project (default: none, and nothing is sent)")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")
