@@ -1,7 +1,7 @@
 """Writes docs/pays.html, the page that says without a server whether quantised messages pay on a link.
 
-    python -m benchmarks.planning.pays                 plans every model, cluster and batch: about an hour of a processor
-    python -m benchmarks.planning.pays --text          writes the page anew from the plans that are in it
+python -m benchmarks.planning.pays                 plans every model, cluster and batch: about an hour of a processor
+python -m benchmarks.planning.pays --text          writes the page anew from the plans that are in it
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from megazero.plan.options import read_request, with_stand_ins
 from megazero.plan.page import Case, document
 
 PAGE = DOCS / "pays.html"
-QWEN3 = "--model-family qwen3 --num-query-groups 8 --kv-channels 128 --seq-length 8192 --vocab-size 151936 --bf16"
+QWEN3 = (
+    "--model-family qwen3 --num-query-groups 8 --kv-channels 128 --seq-length 8192 --vocab-size 151936 --bf16"
+)
 SHAPES = {
     "Llama 3.2 1B": f"{LLAMA} --num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32",
     "Llama 3.2 3B": f"{LLAMA} --num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 24",
@@ -61,7 +63,10 @@ def cases() -> list[Case]:
 
 
 def questions(asked: list[Case]) -> list[dict[str, Any]]:
-    names = {name: read_request(shlex.split(f"{LLAMA_8B} --cluster {name} --global-batch-size 1")).cluster.name for name in CLUSTERS}
+    names = {
+        name: read_request(shlex.split(f"{LLAMA_8B} --cluster {name} --global-batch-size 1")).cluster.name
+        for name in CLUSTERS
+    }
     keys = ("name", "shape", "cluster", "nodes", "batch", "rate", "delay")
     return [
         dict(zip(keys, (title, shape, names[cluster], *rest, 0), strict=True))
@@ -82,7 +87,10 @@ def main() -> None:
         with Pool(options.processes) as pool:
             for cell in pool.imap(plan, range(len(asked))):
                 cells.append(cell)
-                print(f"{len(cells)} of {len(asked)}: {cell['shape']}, {cell['nodes']} x {cell['cluster']}", flush=True)
+                print(
+                    f"{len(cells)} of {len(asked)}: {cell['shape']}, {cell['nodes']} x {cell['cluster']}",
+                    flush=True,
+                )
     write_text(PAGE, document(asked, cells, questions(asked)))
 
 

@@ -49,7 +49,8 @@ class PlanConfig:
         low=LEAST,
     )
     page: str | None = option(
-        None, "write instead an HTML file that says what schemes take on any link, for this batch, 1/4 and 4 times it"
+        None,
+        "write instead an HTML file that says what schemes take on any link, for this batch, 1/4 and 4 times it",
     )
     link_delays: tuple[float, ...] | None = option(
         None, "with --pays, delays in ms added to that link's latency (default: 0)", low=0
@@ -159,7 +160,8 @@ def _not_beside_schemes(options: PlanConfig, values: Mapping[str, Any]) -> Itera
     """Yield what would make the rows of exact and of quantised messages the same."""
     if options.compares and (given := given_formats(values)):
         flags = ", ".join(all_options()[name].flag for name in given)
-        yield f"{'--pays' if options.pays else '--page'} compares exact messages with quantised ones: leave out {flags}"
+        asked = "--pays" if options.pays else "--page"
+        yield f"{asked} compares exact messages with quantised ones: leave out {flags}"
 
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:

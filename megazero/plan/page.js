@@ -50,32 +50,37 @@ function answer(q) {
 const between = (low, high, count) => Array.from({ length: count }, (_, i) => low * (high / low) ** (i / (count - 1)));
 const worthOf = (q, rate) => answer({ ...q, rate }).find((row) => row.name === "zeropp")?.worth ?? 0;
 
-// The rates at which zeropp begins or ceases to be faster to the same loss than every exact scheme.
-function crossings(q) {
-  const [low, high] = DATA.limits, rates = between(low, high, 120), pays = (rate) => worthOf(q, rate) > 1;
-  return rates.slice(1).flatMap((rate, i) => {
-    let [a, b] = [rates[i], rate];
-    const before = pays(a);
-    if (before === pays(b)) return [];
+// The ranges of rates in which zeropp is faster to the same loss than every exact scheme: [[from, to]].
+function ahead(q) {
+  const rates = between(...DATA.limits.slice(0, 2), 120), pays = rates.map((rate) => worthOf(q, rate) > 1), ranges = [];
+  const edge = (a, b, left) => {
     for (let n = 0; n < 12; n++) {
       const middle = Math.sqrt(a * b);
-      if (pays(middle) === before) a = middle; else b = middle;
+      if (worthOf(q, middle) > 1 === left) a = middle; else b = middle;
     }
-    return [{ rate: b, pays: !before }];
+    return b;
+  };
+  pays.forEach((own, i) => {
+    if (own && !pays[i - 1]) ranges.push([i ? edge(rates[i - 1], rates[i], false) : rates[0], rates[rates.length - 1]]);
+    if (!own && pays[i - 1]) ranges[ranges.length - 1][1] = edge(rates[i - 1], rates[i], true);
   });
+  return ranges;
 }
 
 function verdict(q) {
   const rows = answer(q), exact = rows.filter((row) => row.needed === 1).sort((a, b) => a.seconds - b.seconds)[0];
-  const own = rows.find((row) => row.name === "zeropp");
+  const own = rows.find((row) => row.name === "zeropp"), known = rows.find((row) => row.name === "FSDP2");
   if (!exact) return "Nothing was planned for this question, or no exact scheme fits: take more nodes.";
   if (!own) return `zeropp does not fit: use ${exact.name}.`;
   if (own.worth === null) return `Nobody published what zeropp's messages cost here. The fastest exact scheme: ${exact.name}.`;
-  const at = `At ${digits(q.rate)} Gb/s a ${DATA.clusters[q.cluster].part} zeropp comes to the same loss`;
-  const says = own.worth > DATA.worth ? `${at} ${digits(own.worth)} times as fast as ${exact.name}: it pays.`
-    : `${at} ${digits(own.worth)} times as fast as ${exact.name}: it does not pay.`;
-  const turns = crossings(q).map(({ rate, pays }) => `${pays ? "ahead" : "behind"} above ${digits(rate)} Gb/s`);
-  return `${says} ${turns.length ? `zeropp is ${turns.join(", ")}.` : "No rate here changes who is ahead."}`;
+  const [low, high] = DATA.limits, words = ahead(q).map(([from, to]) =>
+    from === low ? `up to ${digits(to)}` : to === high ? `from ${digits(from)}` : `from ${digits(from)} to ${digits(to)}`);
+  return [
+    `At ${digits(q.rate)} Gb/s a ${DATA.clusters[q.cluster].part} zeropp comes to the same loss ${own.worth.toFixed(2)} times as`,
+    `fast as ${exact.name}: it ${own.worth > DATA.worth ? "pays" : "does not pay"}.`,
+    known ? `FSDP2's step takes ${(known.seconds / own.seconds).toFixed(2)} times as long as zeropp's.` : "",
+    words.length ? `zeropp is ahead of every exact scheme ${words.join(" and ")} Gb/s.` : "It is ahead at no rate.",
+  ].filter(Boolean).join(" ");
 }
 
 // How far the page's own shapes are from what it would make of them by hand: [median, worst], relative.
@@ -110,7 +115,8 @@ function drawChart(q) {
   const grid = few.map((y) => `M0,${up(y)}h10000`).join("") + xs.map((x) => `M${across(x)},0v10000`).join("");
   const paths = [...lines].map(([name, seconds]) =>
     `<path class="line" style="${colour(name)}" d="M${seconds.map((y, i) => `${across(rates[i])},${up(y)}`).join(" ")}"/>`);
-  const marks = [["start", q.rate, "your link"], ...crossings(q).map((c) => ["alarm", c.rate, "crossing"])];
+  const marks = [["start", q.rate, "your link"], ...ahead(q).flat().filter((rate) => !DATA.limits.includes(rate))
+    .map((rate) => ["alarm", rate, "crossing"])];
   $("chart").innerHTML = `<figure class="chart"><figcaption>Seconds of a step<small>dashed: your link; red: where
     zeropp and the fastest exact scheme come to the same loss at once</small></figcaption><div class="plot">
     <svg viewBox="0 0 10000 10000" preserveAspectRatio="none"><path class="grid" d="${grid}"/>${paths.join("")}</svg>
@@ -164,7 +170,7 @@ function draw() {
   const length = sizesOf(question()).length, nodes = +$("nodes").value;
   offer("batch", distinct(there.filter((cell) => cell.nodes === nodes), (cell) => cell.batch), (batch) =>
     `${Math.round((batch * length) / nodes).toLocaleString("en")} (${batch} samples a step)`);
-  $("sizes").hidden = shape !== HAND;
+  $("sizes").style.display = shape === HAND ? "" : "none";
   const q = question();
   $("verdict").textContent = verdict(q);
   drawChart(q);
@@ -188,6 +194,7 @@ function start() {
   $("sizes").innerHTML = Object.entries(DATA.shapes[shapes[0]]).map(([name, value]) =>
     `<label>${name}<input name="${name}" type="number" min="1" value="${value}"></label>`).join("");
   take({ rate: DATA.clusters[first(DATA.clusters)].rate, delay: 0, ...DATA.named[0], ...asked });
+  $("named").value = DATA.named.length && !location.hash ? DATA.named[0].name : "";
   document.addEventListener("input", (event) => {
     const named = DATA.named.find((each) => event.target.id === "named" && each.name === event.target.value);
     if (named) take(named);
