@@ -99,8 +99,16 @@ def _page(path: str, values: dict[str, Any], cluster: Cluster) -> int:
     shape, batch = f"{parameter_count(config.model) / 1e9:.3g}B", config.batch.global_batch_size
     batches = sorted({max(1, batch // 4), batch, 4 * batch})
     cases = [Case(shape, {**values, "global_batch_size": each}, cluster) for each in batches]
-    chance = random.Random(0)
-    write_text(Path(path), document(cases, [case.cell(chance) for case in cases], ()))
+    chance, rate = random.Random(0), cluster.slow_link.gbits_per_s
+    asked = {
+        "name": "as given",
+        "shape": shape,
+        "cluster": cluster.name,
+        "nodes": cluster.nodes,
+        "batch": batch,
+    }
+    cells = [case.cell(chance) for case in cases]
+    write_text(Path(path), document(cases, cells, [{**asked, "rate": rate, "delay": 0}]))
     print(path)
     return 0
 

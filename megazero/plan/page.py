@@ -167,7 +167,8 @@ def sizes(model: ModelConfig) -> dict[str, int]:
 def document(
     cases: Sequence[Case], cells: Sequence[Mapping[str, Any]], named: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return the page. named: questions that the page offers by name."""
+    """Return the page. named: questions that it offers by name, of which it leaves out those without a cell."""
+    planned = [{name: cell[name] for name in ("shape", "cluster", "nodes", "batch")} for cell in cells]
     data = {
         "shapes": {c.shape: sizes(make_config({"micro_batch_size": 1, **c.values}).model) for c in cases},
         "clusters": {c.cluster.name: _facts(c.cluster) for c in cases},
@@ -175,7 +176,7 @@ def document(
         "limits": (SLOWEST, FASTEST, LONGEST),
         "exact": compare.EXACT,
         "worth": compare.WORTH,
-        "named": named,
+        "named": [each for each in named if any(where.items() <= each.items() for where in planned)],
         "cells": cells,
     }
     words = json.dumps(_rounded(data), separators=(",", ":")).replace("<", "\\u003c")

@@ -17,9 +17,9 @@ import pytest
 from megazero.plan import compare
 from megazero.plan.page import Case, Link, height, tangents
 from tests.messages import names
-from tests.unit.plan.test_plan import cluster, plan
+from tests.unit.plan.test_outer import question
+from tests.unit.plan.test_plan import ALONE, cluster, plan
 
-WHOLE = ("--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", "1")
 RATES, DELAYS = (0.5, 2.0, 10.0, 60.0, 400.0), (0.0, 0.5, 5.0, 50.0)  # 20 links
 CLOSE, WORST = (
     0.002,
@@ -30,7 +30,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 
 def shown(path: Path, fragment: str = "") -> str:
-    """Return the document of a page after its script, as a browser has it."""
+    """Return what a browser shows of a page when its script has run."""
     assert CHROMIUM is not None
     words = [
         CHROMIUM,
@@ -46,13 +46,13 @@ def shown(path: Path, fragment: str = "") -> str:
         timeout=120,
         check=True,
     )
-    return done.stdout
+    return done.stdout.split("<script>")[0]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    assert plan(folder, 1, *WHOLE, "--page", str(folder / "page.html"))[0] == 0
+    assert plan(folder, 1, *ALONE, "--page", str(folder / "page.html"))[0] == 0
     return folder / "page.html"
 
 
@@ -71,8 +71,6 @@ def test_planes_are_exact_where_a_step_is_the_largest_of_sums() -> None:
 
 
 def test_a_layout_takes_on_another_link_what_a_plan_for_that_link_says() -> None:
-    from tests.unit.plan.test_outer import question
-
     on = cluster(2, 4)
     case = Case("lab", question(on), on)
     slow, fast = case.fastest("zeropp", (0.5, 0)), case.fastest("zeropp", (400, 0))
@@ -83,11 +81,12 @@ def test_a_layout_takes_on_another_link_what_a_plan_for_that_link_says() -> None
 @browser
 def test_a_browser_says_what_plan_pays_says_at_twenty_links(written: Path, tmp_path: Path) -> None:
     rates, delays = (",".join(map(str, each)) for each in (RATES, DELAYS))
-    status, out = plan(tmp_path, 1, *WHOLE, "--pays", "--link-rates", rates, "--link-delays", delays)
+    status, out = plan(tmp_path, 1, *ALONE, "--pays", "--link-rates", rates, "--link-delays", delays)
     planned = json.loads((out / "plan.json").read_text())["pays"]
     assert status == 0 and len(planned) == 20
     links = [{"rate": rate, "delay": delay} for delay, rate in product(DELAYS, RATES)]
-    asks = f"document.body.textContent = JSON.stringify({json.dumps(links)}.map((l) => answer({{...question(), ...l}})))"
+    call = "(link) => answer({...question(), ...link})"
+    asks = f"document.body.textContent = JSON.stringify({json.dumps(links)}.map({call}))"
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", written.read_text())
     asking = tmp_path / "asking.html"
     asking.write_text(text.replace("</body>", f"<script>{asks}</script></body>"))
