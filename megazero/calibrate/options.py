@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ USAGE = """usage: torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero calibra
 Measures a cluster for `megazero plan` on the ranks of a launcher, or on ranks that it starts on this machine, and
 writes the cluster file. It measures every collective of the engine, by ranks x nodes and size, with all such groups
 at once; the optimizer's update; and the modules of the model that the flags of training describe, by micro-batch and
-tensor-parallel size, with all ranks of a node at work. Exit status 0: the file is written; 2: a flag is wrong.
+tensor-parallel size, with all ranks of a node at work. Exit status 0: the file is written; 1: with --pays, nothing
+fits; 2: a flag is wrong.
 """
 
 
@@ -47,6 +48,11 @@ class CalibrationConfig:
     calibrate_largest_bytes: int = option(
         64 << 20, "bytes of the largest message; slow ones end the series earlier", low=4096
     )
+    pays: bool = option(
+        False,
+        "measure the widest groups and one micro-batch alone, in about a minute, and print whether quantised "
+        "messages pay on these nodes, as megazero plan --pays does for --global-batch-size",
+    )
 
     @property
     def output(self) -> Path:
@@ -55,10 +61,14 @@ class CalibrationConfig:
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """The request of the command line. values: the training's options by name. notes: what the user should know."""
+    """The request of the command line.
+
+    values: the training's options by name. plan: those of --pays. notes: what the user should know.
+    """
 
     values: dict[str, Any]
     options: CalibrationConfig
+    plan: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -76,6 +86,9 @@ def read_request(argv: Sequence[str]) -> CalibrationRequest:
         errors.append(
             "--vocab-size is required: a calibration reads no tokenizer; --load takes it from what it names"
         )
+    if options.pays and given.get("global_batch_size") is None:
+        errors.append("--pays compares steps of a batch: give --global-batch-size")
+    asked = {name: given.pop(name) for name in OWN if options.pays and name in given}
     values = with_stand_ins(given)
     own = [all_options()[name].flag for name in OWN if values.pop(name, None) is not None]
     try:
@@ -85,4 +98,4 @@ def read_request(argv: Sequence[str]) -> CalibrationRequest:
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
     note = f"without effect: {', '.join(own)}. The calibration measures several values of these options"
-    return CalibrationRequest(values, options, (note,) if own else ())
+    return CalibrationRequest(values, options, {**given, **asked}, (note,) if own else ())

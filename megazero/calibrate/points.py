@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megazero.config.nearest import common_divisors
 
 SMALLEST = 4096  # bytes of a message; below, latency is all there is
-STEP = 4  # from one size to the next
+STEP, STRIDE = 4, 64  # from one size to the next, and where few are measured
 
 
 class CollectivePoint(NamedTuple):
@@ -32,10 +32,14 @@ class Modules(NamedTuple):
         return f"modules tp {self.tp} micro-batch {self.micro_batch}"
 
 
-def wires(nodes: int, per_node: int) -> Iterator[CollectivePoint]:
-    """Yield the collectives that a step can have: over axes inside a node, and over one rank of each node."""
-    inside = [size for size in common_divisors(per_node) if size > 1]
-    across = [size for size in common_divisors(nodes) if size > 1]
+def wires(nodes: int, per_node: int, widest: bool = False) -> Iterator[CollectivePoint]:
+    """Yield the collectives that a step can have: over axes inside a node, and over one rank of each node.
+
+    widest: those of whole nodes, and of all nodes, alone.
+    """
+    few = -1 if widest else 0
+    inside = [size for size in common_divisors(per_node) if size > 1][few:]
+    across = [size for size in common_divisors(nodes) if size > 1][few:]
     for operation in ("gather", "exchange"):
         yield from (CollectivePoint(operation, size, 1) for size in inside)
         yield from (CollectivePoint(operation, size, size) for size in across)
@@ -53,9 +57,9 @@ def modules(per_node: int, micro_batches: Sequence[int]) -> Iterator[Modules]:
         yield from (Modules(tp, size) for size in micro_batches)
 
 
-def sizes(largest: int) -> list[int]:
+def sizes(largest: int, step: int = STEP) -> list[int]:
     """Return the bytes of the messages of a series."""
     out = [SMALLEST]
-    while out[-1] * STEP <= largest:
-        out.append(out[-1] * STEP)
+    while out[-1] * step <= largest:
+        out.append(out[-1] * step)
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megazero.calibrate.collectives import measure_wire
 from megazero.calibrate.model import DoesNotFit, measure_modules
 from megazero.calibrate.options import CalibrationRequest
-from megazero.calibrate.points import modules, sizes, wires
+from megazero.calibrate.points import STEP, STRIDE, modules, sizes, wires
 from megazero.calibrate.rates import find_host, measure_device
 from megazero.calibrate.record import Rows, cluster_text, links, write_cluster
 from megazero.calibrate.timing import Clock
@@ -99,11 +100,13 @@ class Calibration:
         """Measure everything. Collective."""
         self.point("device", [measure_device(self.config, self.clock)])
         dtype = DTYPES[self.config.precision.params_dtype]
-        ladder = sizes(self.request.options.calibrate_largest_bytes)
-        for wire in wires(self.world // self.per_node, self.per_node):
+        options = self.request.options
+        ladder = sizes(options.calibrate_largest_bytes, STRIDE if options.pays else STEP)
+        for wire in wires(self.world // self.per_node, self.per_node, options.pays):
             self.point(f"collectives {wire}", measure_wire(wire, ladder, self.per_node, dtype, self.clock))
         cluster = self.cluster()
-        for size in modules(self.per_node, self.request.options.calibrate_micro_batches):
+        points = modules(self.per_node, options.calibrate_micro_batches)
+        for size in islice(points, 1 if options.pays else None):
             self.point(f"{size}", self._modules(size, cluster))
 
     def _modules(self, size: Any, cluster: Cluster) -> Iterator[dict[str, Any]]:

@@ -135,10 +135,8 @@ def compare(values: Mapping[str, Any], cluster: Cluster, delay_ms: float = 0.0) 
     rows: list[Scheme] = []
     missing: dict[str, float] = {}
     plain = without_outer(values)
-    free = {n: v for n, v in plain.items() if n not in (*PARALLEL, *STAGES, *ZERO)}
-    whole = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, LEVELS: ()}
     for name, preset in KNOWN.items():
-        asked = {**free, **whole, "zero_preset": preset}
+        asked = with_preset(plain, preset)
         if best := Search(asked, cluster, "exact").best(1):
             rows.append(Scheme(name, best[0], 1.0))
         elif (smallest := smallest_layout(asked, cluster)) is not None:
@@ -154,6 +152,13 @@ def compare(values: Mapping[str, Any], cluster: Cluster, delay_ms: float = 0.0) 
             smallest = smallest_layout(asked, cluster.part(counts[-1]))
             missing |= {} if smallest is None else {OUTER: smallest.memory.total / GIB}
     return Schemes(cluster, rows, missing, delay_ms)
+
+
+def with_preset(values: Mapping[str, Any], preset: str) -> dict[str, Any]:
+    """Return the options of a preset's layouts in which a rank holds whole layers."""
+    free = {n: v for n, v in values.items() if n not in (*PARALLEL, *STAGES, *ZERO)}
+    whole = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, LEVELS: ()}
+    return {**free, **whole, "zero_preset": preset}
 
 
 def _quantised(values: Mapping[str, Any], cluster: Cluster, bases: Sequence[BaseLayout]) -> list[Scheme]:

@@ -47,9 +47,18 @@ class PlanConfig:
         "with --pays, rates in Gb/s of the slowest kind of link to compare schemes at (default: the cluster's)",
         low=LEAST,
     )
+    page: str | None = option(
+        None,
+        "write instead an HTML file that says what schemes take on any link, for this batch, 1/4 and 4 times it",
+    )
     link_delays: tuple[float, ...] | None = option(
         None, "with --pays, delays in ms added to that link's latency (default: 0)", low=0
     )
+
+    @property
+    def compares(self) -> bool:
+        """Whether schemes are compared, exact and quantised ones."""
+        return self.pays or self.page is not None
 
 
 @dataclass(frozen=True)
@@ -119,15 +128,19 @@ def _useless(options: PlanConfig, policy: str) -> Iterator[str]:
     for name in ("link_rates", "link_delays"):
         if getattr(options, name) is not None and not options.pays:
             yield f"--{name.replace('_', '-')} has no effect without --pays"
-    if options.pays and policy != all_options()["loss_policy"].default:
-        yield "--pays tries every scheme: leave out --loss-policy"
+    if options.pays and options.page:
+        yield "--page has what --pays says, on any link: leave out one of them"
+    asked = "--pays" if options.pays else "--page"
+    if options.compares and policy != all_options()["loss_policy"].default:
+        yield f"{asked} tries every scheme: leave out --loss-policy"
 
 
 def _not_beside_schemes(options: PlanConfig, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what would make the rows of exact and of quantised messages the same."""
-    if options.pays and (given := given_formats(values)):
+    if options.compares and (given := given_formats(values)):
         flags = ", ".join(all_options()[name].flag for name in given)
-        yield f"--pays compares exact messages with quantised ones: leave out {flags}"
+        asked = "--pays" if options.pays else "--page"
+        yield f"{asked} compares exact messages with quantised ones: leave out {flags}"
 
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,8 @@ def test_every_collective_of_a_step_is_asked_for() -> None:
     }
     assert {w.ranks for w in found if w.operation == "sum"} == {2, 4}
     assert {w.nodes for w in found if w.operation == "message"} == {1, 2}
+    assert {w.ranks for w in wires(6, 4, widest=True)} == {2, 4, 6}, "2: a message"
+    assert {w for w in wires(6, 4, widest=True) if w.operation != "message"} < found
     assert list(wires(1, 1)) == []
     assert [tuple(m) for m in modules(4, (1, 8))] == [(tp, b) for tp in (1, 2, 4) for b in (1, 8)]
     assert sizes(1 << 20) == [4096, 16384, 65536, 262144, 1 << 20]

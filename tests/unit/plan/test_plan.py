@@ -680,6 +680,8 @@ def test_faults_of_a_command_line_are_reported_at_once(capsys: pytest.CaptureFix
             ["--link-rates has no effect", "--link-delays has no effect", "--pays"],
         ),
         ("--pays --loss-policy zeropp", ["leave out --loss-policy"]),
+        ("--pays --page a.html", ["leave out one of them"]),
+        ("--page a.html --loss-policy int8", ["--page tries every scheme"]),
         ("--pays --link-rates 10,0 --link-delays -5", ["--link-rates 0", "--link-delays -5"]),
         ("--pays --zero-preset zeropp --zero-quantized-weights", ["leave out --zero-"]),
         ("--topology leaves --price 2", ["--topology", "SLURM", "--price", "worth"]),
