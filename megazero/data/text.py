@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megazero.bounded import load_json
 
@@ -127,8 +127,8 @@ def line_number(file: str, offset: int) -> int:
     return number
 
 
-def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
-    """Return the texts of a JSON line, by key. A ValueError says what is wrong, not where."""
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return the object of a JSON line. A ValueError says what is wrong, not where."""
     if len(line) > MOST_LINE:
         raise ValueError(f"longer than {MOST_LINE:,} bytes; a document has a line of its own")
     try:
@@ -139,6 +139,11 @@ def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{_in_json(record)}, not an object")
+    return record
+
+
+def texts_of(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Text]:
+    """Return the texts of a record, by key. A ValueError says what is wrong, not where."""
     texts = {}
     for key in keys:
         if key not in record:

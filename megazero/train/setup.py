@@ -51,6 +51,7 @@ from megazero.train.callbacks.reports import (
 from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
+    cut_short,
     make_datasets,
     tokenizer_info,
     unlike_replicas,
@@ -275,7 +276,8 @@ def _begin(joined: Joined) -> Begun:
     length = run_length(config, mesh.batch_ranks, origin.progress)
     data, progress = make_datasets(config, joined.tokenizer, length, origin.progress)
     turn = mesh.replica_batch_ranks * config.batch.micro_batch_size
-    notes = (*unlike_replicas(data["train"], progress.consumed_samples, mesh.grid.outer, turn),)
+    train = data["train"]
+    notes = (*cut_short(train), *unlike_replicas(train, progress.consumed_samples, mesh.grid.outer, turn))
     return Begun(origin, length, data, progress, users, notes)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from megazero.config import RunConfig
 from megazero.config.options.data_sources import data_kind
 from megazero.data.blend import BlendedDataset
+from megazero.data.chats import ChatDataset
 from megazero.data.fim import FillInTheMiddle
 from megazero.data.gpt import SampleSpec
 from megazero.data.sampler import replica_shares
@@ -84,7 +85,7 @@ def _opened(
     data = config.data
     masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask, data.goldfish
     change = FillInTheMiddle.of(data, _tokenizer(config)) if data.fim_data else None
-    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change)
+    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change, data.chats)
     parts: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)
     for split, open_part in parts.items():
         if count := counts[split]:
@@ -108,6 +109,17 @@ def unlike_replicas(source: SampleSource, consumed: int, replicas: int, block: i
             f"{most:.0%} of its samples and another {least:.0%}, since they take {plural(block, 'sample')} in turn "
             "in the blend's order; more in a turn (--micro-batch-size) or other weights even this out"
         )
+
+
+def cut_short(source: SampleSource) -> Iterator[str]:
+    """Yield a note for each set of conversations of which some are longer than a sample."""
+    data = source.data_set if isinstance(source, DatasetSource) else None
+    for part in data.members if isinstance(data, BlendedDataset) else [data]:
+        if isinstance(part, ChatDataset) and part.truncated:
+            yield (
+                f"{part.truncated} of {len(part.documents)} conversations of {part.source.prefix} are longer than "
+                f"--seq-length {part.spec.seq_length} and lose their ends"
+            )
 
 
 def evaluation_sets(
