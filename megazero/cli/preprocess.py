@@ -86,7 +86,7 @@ def _preprocess(options: PreprocessOptions) -> int:
     counted = f" ({counts.counted} of them count in the loss)" if job.chats else ""
     console.print(f"{counts.documents} documents, {counts.tokens} tokens{counted}{skipped}, {seconds:.1f} s")
     if job.chats:
-        console.print(_shown(outputs[0], job.tokenizer()), markup=False)
+        console.print(_shown(outputs[0], job.tokenizer()), markup=False, highlight=False, soft_wrap=True)
     print("\n".join(outputs))
     return 0
 
