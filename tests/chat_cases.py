@@ -16,11 +16,18 @@ TALK = [
     {"role": "assistant", "content": " Rhea\n"},
 ]
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|im_end|>"}
-WORDS = ["<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
+WORDS = [
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+]
 # Each as published, and with the assistant's part marked.
 SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are "
-    "a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -31,8 +38,9 @@ LLAMA3 = (
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + "
-    "' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 MARK = "{{% generation %}}{{{{ {} }}}}{{% endgeneration %}}"
 TEMPLATES = {
@@ -54,7 +62,9 @@ TEMPLATES = {
     ),
     "Mistral": (
         MISTRAL,
-        MISTRAL.replace("{{ message['content'] + eos_token }}", MARK.format("message['content'] + eos_token")),
+        MISTRAL.replace(
+            "{{ message['content'] + eos_token }}", MARK.format("message['content'] + eos_token")
+        ),
     ),
 }
 

@@ -12,7 +12,6 @@ from megazero.data.chats import mask_prefix
 from megazero.data.indexed import IndexedWriter
 from tests.dist.runs import samples, train_each
 
-LONG = 12  # --seq-length
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one micro-batch": (1, {"micro_batch_size": 8}),
     "zero3": (4, {"zero_preset": "zero3"}),
@@ -23,7 +22,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def write_chats(prefix: Path) -> str:
-    """Write conversations of 3 to 20 tokens, of which the loss counts one to all but the first. Returns the prefix."""
+    """Write conversations of 3 to 20 tokens, of which the loss counts one to all but the first."""
     random = np.random.default_rng(1)
     with (
         IndexedWriter(prefix, dtype=np.uint16) as writer,
@@ -39,7 +38,12 @@ def write_chats(prefix: Path) -> str:
 def test_every_layout_has_the_losses_of_one_rank(tmp_path: Path) -> None:
     values = {"mock_data": None, "data_path": (write_chats(tmp_path / "talks"),), "split": "80,20,0"}
     values |= {"tokenizer_type": "NullTokenizer", "vocab_size": 50, "train_iters": 4, "eval_iters": 1}
-    values |= {"chats": True, "reset_attention_mask": True, "reset_position_ids": True, "log_dir": str(tmp_path)}
+    values |= {
+        "chats": True,
+        "reset_attention_mask": True,
+        "reset_position_ids": True,
+        "log_dir": str(tmp_path),
+    }
     jobs = {name: (ranks, {**values, **layout}) for name, (ranks, layout) in LAYOUTS.items()}
     runs = train_each({"one rank": (1, values), **jobs})
     alone = runs["one rank"]

@@ -81,11 +81,15 @@ def test_texts_of_prompt_and_completion(tmp_path: Path) -> None:
     encode, eod = chat.tokenizer.encode, chat.tokenizer.info.eod
     assert ids == [*encode("Name the moon: Titan"), eod]
     answer = [token for token, counts in zip(ids, mask, strict=True) if counts]
-    assert chat.tokenizer.decode(answer).strip() == f"Titan{chat.tokenizer.decode([eod])}" and mask == sorted(mask)
+    assert chat.tokenizer.decode(answer).strip() == f"Titan{chat.tokenizer.decode([eod])}" and mask == sorted(
+        mask
+    )
 
 
 def test_what_cannot_be_a_conversation_is_refused(tmp_path: Path) -> None:
-    chat = template_of(tmp_path, "{{ raise_exception('roles must alternate') if messages|length == 1 else 'x' }}")
+    chat = template_of(
+        tmp_path, "{{ raise_exception('roles must alternate') if messages|length == 1 else 'x' }}"
+    )
     for record, word in (
         ({"text": "a"}, "'messages'"),
         ({"messages": []}, "'messages' holds no list"),
@@ -117,7 +121,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict
     folder = tmp_path_factory.mktemp("chats")
     write_tokenizer(folder / "tokenizer", SMOLLM2)
     talks = [
-        [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "moon " * (2 + 90 * (n == 2))}]
+        [
+            {"role": "user", "content": f"{n}?"},
+            {"role": "assistant", "content": "moon " * (2 + 90 * (n == 2))},
+        ]
         for n in range(30)
     ]
     (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
@@ -127,7 +134,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict
 
 def words(folder: Path, name: str) -> list[str]:
     model = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{folder / 'tokenizer'}"]
-    return ["preprocess", "--chats", "--input", f"{folder / name}", "--output-prefix", f"{folder / 'talks'}", *model]
+    return [
+        "preprocess",
+        "--chats",
+        "--input",
+        f"{folder / name}",
+        "--output-prefix",
+        f"{folder / 'talks'}",
+        *model,
+    ]
 
 
 def samples(folder: Path, length: int, count: int, **changes: Any) -> Any:
@@ -157,11 +172,15 @@ def test_samples_hold_whole_conversations_and_count_their_answers(made: Any) -> 
                 if counted is None:  # what fills the sample up
                     assert (text[at] == chat.tokenizer.info.eod).all() and not sample["loss_mask"][at].any()
                 else:
-                    assert (sample["loss_mask"][at][:-1] == counted[1:]).all() and not sample["loss_mask"][at[-1]]
+                    assert (sample["loss_mask"][at][:-1] == counted[1:]).all() and not sample["loss_mask"][
+                        at[-1]
+                    ]
         assert not left, "each conversation is there once an epoch"
     turns = [[data[e * data.samples + i]["tokens"].tobytes() for i in range(data.samples)] for e in range(2)]
     assert turns[0] != turns[1] and sorted(turns[0]) == sorted(turns[1])
-    assert (samples(folder, 128, 500)[3]["tokens"] == data[3]["tokens"]).all(), "the order is that of any number"
+    assert (samples(folder, 128, 500)[3]["tokens"] == data[3]["tokens"]).all(), (
+        "the order is that of any number"
+    )
 
 
 def test_data_and_flag_belong_together(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a step on packed conversations is that of TRL's SFTTrainer on the same, padded ones."""
+"""The loss of a step on packed conversations is that of TRL's SFTTrainer on the same conversations, padded."""
 
 from __future__ import annotations
 
@@ -8,49 +8,61 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megazero import cli
+from megazero.data.chats import pack
+from megazero.data.indexed import IndexedDataset
 from tests.chat_cases import TALK, TEMPLATES, write_tokenizer
 from tests.dist.pool import run_ranks
-from tests.dist.runs import train
+from tests.dist.runs import train_flags
 
-CHATS, SEQUENCE = 8, 128
-FAR = {"Llama 3", "SmolLM2"}
+trl = pytest.importorskip("trl")
+SEQUENCE = 300  # room for two or three conversations
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TALKS = [[*TALK[: 3 + 2 * (n % 2)], {"role": "user", "content": "Why? " * n}, TALK[2]] for n in range(8)]
 
 
-def theirs(folder: Path, talks: list[Any]) -> float:
+def theirs(folder: Path) -> float:
     """Return the loss that SFTTrainer logs for its first step, on all talks as one batch."""
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    options = {"assistant_only_loss": True, "max_steps": 1, "per_device_train_batch_size": CHATS, "logging_steps": 1}
-    options |= {"use_cpu": True, "report_to": "none", "bf16": False, "gradient_checkpointing": False, "packing": False}
+    options: dict[str, Any] = {"per_device_train_batch_size": len(TALKS), "max_steps": 1, "logging_steps": 1}
+    options |= {
+        "assistant_only_loss": True,
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
     trainer = trl.SFTTrainer(
         AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
-        args=trl.SFTConfig(f"{folder / 'trl'}", max_length=SEQUENCE, save_strategy="no", **options),
-        train_dataset=Dataset.from_list([{"messages": talk} for talk in talks]),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", pad_token="<|im_end|>"),
+        args=trl.SFTConfig(f"{folder / 'trl'}", max_length=SEQUENCE, **options),
+        train_dataset=pytest.importorskip("datasets").Dataset.from_list(
+            [{"messages": talk} for talk in TALKS]
+        ),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(
+            folder / "tokenizer", pad_token="<|im_end|>"
+        ),
     )
     trainer.train()
     return next(line["loss"] for line in trainer.state.log_history if "loss" in line)
 
 
-def test_a_step_has_the_loss_of_sft_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("trl")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def test_a_step_has_the_loss_of_sft_trainer(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", TEMPLATES["SmolLM2"][1])
-    talks = [TALK[: 3 + 2 * (n % 2)] + [{"role": "user", "content": "Why? " * n}, TALK[2]] for n in range(CHATS)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{tokenizer}"]
-    named = ["--input", f"{tmp_path / 'talks.jsonl'}", "--output-prefix", f"{tmp_path / 'talks'}"]
-    assert cli.main(["preprocess", "--chats", *named, *kind]) == 0
-    size = json.loads((tmp_path / "talks_chats_document.meta.json").read_text())["tokenizer"]["vocab_size"]
+    size = len(PreTrainedTokenizerFast.from_pretrained(tokenizer))
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=size, **shape)).save_pretrained(tmp_path / "model")
-    index = (tmp_path / "talks_chats_document.idx").stat().st_size
-    assert index
-    wanted = theirs(tmp_path, talks)
-    print(wanted)
+    config = LlamaConfig(vocab_size=size, initializer_range=0.3, **SHAPE)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    tokens = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{tokenizer}"]
+    made = ["--input", f"{tmp_path / 'talks.jsonl'}", "--output-prefix", f"{tmp_path / 'talks'}"]
+    assert cli.main(["preprocess", "--chats", *made, *tokens]) == 0
+    source = IndexedDataset(tmp_path / "talks_chats_document")
+    samples = len(pack(source.lengths, SEQUENCE)["starts"]) - 1
+    assert 1 < samples < len(TALKS)
+    data = f"--chats --reset-attention-mask --reset-position-ids --data-path {source.prefix} --split 1,0,0"
+    steps = f"--micro-batch-size 1 --global-batch-size {samples} --train-iters 1 --lr 1e-3 --eval-iters 0"
+    run = f"{data} {steps} --seq-length {SEQUENCE} --load hf:{tmp_path / 'model'} --device cpu --log-dir {tmp_path}"
+    (seen,) = run_ranks(1, train_flags, [*run.split(), *tokens])
+    ((_, ours),) = seen.losses
+    assert ours == pytest.approx(theirs(tmp_path), rel=1e-5)
