@@ -116,10 +116,10 @@ class ChatTemplate:
             raise ValueError(
                 "chat templates are rendered by transformers: pip install 'megazero[hf]'"
             ) from None
-        named = {f"{role}_token": text for role, text in self.tokenizer.settings.special.items()}
+        named: dict[str, Any] = {f"{role}_token": text for role, text in self.tokenizer.settings.special.items()}
         try:
-            (text,), spans = render_jinja_template(
-                [list(messages)],
+            rendered: Any = render_jinja_template(  # which says str of a list
+                [[dict(message) for message in messages]],
                 tools=tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=self.marked,
@@ -128,6 +128,7 @@ class ChatTemplate:
             )
         except Exception as error:  # noqa: BLE001 - a template is a program of anyone's making
             raise ValueError(f"the chat template refuses the messages: {error}") from None
+        (text,), spans = rendered
         return text, spans[0] if spans else []
 
 
