@@ -271,7 +271,7 @@ EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --ou
 --fim-rate 0.5 -> --fim-rate 0.5; --fim-data
 --fim-data -> --fim-data; --mock-data
 --chats -> --chats; --mock-data
---data-path x --chats -> --chats; --reset-attention-mask
+--no-mock-data --data-path x --chats -> --chats; --reset-attention-mask
 --mup-output-mult 0.5 -> --mup-output-mult; --logits-scaling
 --tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t -> --tokenizer-type TokenizerFromFileWithFIM
 --hybrid-context-parallel -> --hybrid-context-parallel; --context-parallel-size
