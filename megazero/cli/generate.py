@@ -9,10 +9,12 @@ from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
 
 USAGE = """usage: megazero generate --load DIR [--prompt TEXT] [flags below]
+       megazero generate --load DIR --chat --prompt QUESTION [flags below]
        megazero generate --load runs/a/checkpoint --prompt "def " --tokens 100
 
-Continues a text with a checkpoint's model, in one process, and prints prompt and continuation. Any layout may have
-written the checkpoint. Exit status 0: the text is printed; 2: a flag, the checkpoint or its tokenizer is wrong.
+Continues a text with a checkpoint's model, in one process, and prints prompt and continuation; with --chat, it prints
+the answer to the prompt. Any layout may have written the checkpoint. Exit status 0: the text is printed; 2: a flag,
+the checkpoint or its tokenizer is wrong.
 """
 
 
@@ -25,6 +27,7 @@ class GenerateOptions:
     )
     ckpt_step: int | None = option(None, "iteration of the checkpoint to load (default: the newest)", low=0)
     prompt: str | None = option(None, "text to continue (default: begin a document)")
+    chat: bool = option(False, "answer the prompt as a user's message, by the chat template of the tokenizer")
     tokens: int = option(100, "maximum number of tokens to add", low=0)
     temperature: float = option(0.8, "divisor of the logits; 0 always takes the likeliest token", low=0)
     top_k: int = option(50, "number of likeliest tokens to draw from; 0 draws from all", low=0)
@@ -47,8 +50,10 @@ def main(argv: Sequence[str]) -> int:
 def _generate(options: GenerateOptions) -> int:
     import torch
 
-    from megazero.train.generate import Sampling, generate, load_text_model  # brings torch
+    from megazero.train.generate import Sampling, answer, generate, load_text_model  # brings torch
 
+    if options.chat and not options.prompt:
+        raise ValueError("--chat needs --prompt, the message to answer")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
     model = load_text_model(
@@ -60,5 +65,5 @@ def _generate(options: GenerateOptions) -> int:
         merge_file=options.merge_file,
     )
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    print(generate(model, options.prompt or "", options.tokens, sampling))
+    print((answer if options.chat else generate)(model, options.prompt or "", options.tokens, sampling))
     return 0

@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megazero.config import ConfigError, run_with_arguments
 from megazero.config.options.data_inputs import GPT2BPE, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import option
+from megazero.data.chats import mask_prefix
+from megazero.data.indexed import IndexedDataset
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs, only_text
+from megazero.data.tokenizer import Tokenizer
 from megazero.log.terminal import SafeConsole
 
 USAGE = """usage: megazero preprocess --input PATH ... --output-prefix PREFIX [flags below]
@@ -20,8 +24,9 @@ USAGE = """usage: megazero preprocess --input PATH ... --output-prefix PREFIX [f
            --tokenizer-type SentencePieceTokenizer --tokenizer-model data/spm.model
 
 Turns text into Megatron's token files, PREFIX_KEY_document.bin, .idx and .meta.json for each key: here
-data/corpus_text_document.*. Prints their prefixes, which --data-path takes. The same command continues work that was
-interrupted. Exit status 0: the files are written; 2: a flag or a file is wrong.
+data/corpus_text_document.*. With --chats each line is a conversation; PREFIX_chats_document.mask.* says what the loss
+counts. Prints their prefixes, which --data-path takes. The same command continues work that was interrupted. Exit
+status 0: the files are written; 2: a flag or a file is wrong.
 """
 
 
@@ -36,6 +41,10 @@ class PreprocessOptions:
     pattern: str = option("*", "files to read in a directory, such as '*.py'")
     skip_binary: bool = option(
         False, "leave out files that are neither UTF-8 text nor JSON lines, and report their number"
+    )
+    chats: bool = option(
+        False,
+        "lines are conversations, 'messages' or 'prompt' and 'completion', in the tokenizer's chat template",
     )
     json_keys: tuple[str, ...] = option(("text",), "keys of the JSON lines; each gives a dataset")
     tokenizer_type: str | None = option(
@@ -74,7 +83,10 @@ def _preprocess(options: PreprocessOptions) -> int:
         )
     skipped = f", {counts.skipped} bad lines left out" if counts.skipped else ""
     seconds = time.monotonic() - began
-    console.print(f"{counts.documents} documents, {counts.tokens} tokens{skipped}, {seconds:.1f} s")
+    counted = f" ({counts.counted} of them count in the loss)" if job.chats else ""
+    console.print(f"{counts.documents} documents, {counts.tokens} tokens{counted}{skipped}, {seconds:.1f} s")
+    if job.chats:
+        console.print(_shown(outputs[0], job.tokenizer()), markup=False, highlight=False, soft_wrap=True)
     print("\n".join(outputs))
     return 0
 
@@ -87,6 +99,12 @@ def _job(options: PreprocessOptions, say: Callable[[str], None]) -> Job:
         raise ConfigError(
             [f"--tokenizer-type is required: {', '.join(TOKENIZERS)}; {GPT2BPE} with --vocab-file"]
         )
+    if options.chats and (options.append_eod or options.json_keys != ("text",)):
+        raise ConfigError(
+            [
+                "--chats with --append-eod or --json-keys: it has its own ends and its own keys; leave these out"
+            ]
+        )
     return Job(
         files=only_text(find_inputs(options.input, options.pattern), options.skip_binary, say),
         json_keys=options.json_keys,
@@ -97,4 +115,15 @@ def _job(options: PreprocessOptions, say: Callable[[str], None]) -> Job:
         skip_bad_lines=options.skip_bad_lines,
         vocab_file=options.vocab_file,
         merge_file=options.merge_file,
+        chats=options.chats,
     )
+
+
+def _shown(prefix: str, tokenizer: Tokenizer) -> str:
+    """Return the first conversation as text, with what the loss counts in double brackets."""
+    ids = IndexedDataset(prefix).get(0)
+    counted = IndexedDataset(mask_prefix(prefix)).get(0).astype(bool)
+    edges = np.flatnonzero(np.diff(counted)) + 1
+    parts = zip(np.split(ids, edges), np.split(counted, edges), strict=True)
+    texts = [(tokenizer.decode(part.tolist()), mask[0]) for part, mask in parts]
+    return "the first of them, what counts in [[ ]]:\n" + "".join(f"[[{t}]]" if c else t for t, c in texts)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from megazero.data.cache import Arrays, cached_arrays
+from megazero.data.chats import ChatDataset
 from megazero.data.gpt import GPTDataset, Sample
 
+Member = GPTDataset | ChatDataset
 SURPLUS = 0.005  # spare samples per member, since the interleaving may draw a few more than its share
 
 
@@ -58,7 +60,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        members: Sequence[GPTDataset],
+        members: Sequence[Member],
         weights: Sequence[float],
         size: int,
         *,

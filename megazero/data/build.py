@@ -11,7 +11,8 @@ import numpy as np
 
 from megazero.config.options.data_inputs import SPLITS, parse_data_path, parse_split
 from megazero.config.options.sections import DataConfig
-from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize
+from megazero.data.blend import SURPLUS, BlendedDataset, Member, member_sizes, normalize
+from megazero.data.chats import ChatDataset, has_mask
 from megazero.data.gpt import GPTDataset, SampleSpec
 from megazero.data.indexed import IndexedDataset
 from megazero.data.source import DatasetSource, OpenPart
@@ -60,7 +61,7 @@ def build_dataset(
     *,
     ordered_for: int = 0,
     cache_dir: str | Path | None = None,
-) -> GPTDataset | BlendedDataset:
+) -> Member | BlendedDataset:
     """Return a dataset of ``count`` samples of one part of the data (in SPLITS). Every rank may call it at once.
 
     blend: the data sets and their shares of documents.
@@ -109,7 +110,7 @@ class _Builder:
         self.weights = normalize(blend.weights) if blend.weights else None
         self.share = blend.share
 
-    def build(self, count: int, before: int) -> GPTDataset | BlendedDataset:
+    def build(self, count: int, before: int) -> Member | BlendedDataset:
         """Blend all sources by weights or by size. Without weights a source that is alone is taken as it is."""
         if self.weights is not None:
             members, number = self._ordered(self.weights, count, before, SURPLUS)
@@ -128,7 +129,7 @@ class _Builder:
 
     def _ordered(
         self, weights: Sequence[float], count: int, before: int, surplus: float = 0.0
-    ) -> tuple[list[GPTDataset], int]:
+    ) -> tuple[list[Member], int]:
         """Return a member of every source, and the number of samples that their order was made for.
 
         That number is ``before`` where members made for that hold ``count``, too. Their epochs decide the order, so
@@ -142,8 +143,13 @@ class _Builder:
                 break
         return members, number
 
-    def _member(self, which: int, count: int | None) -> GPTDataset:
+    def _member(self, which: int, count: int | None) -> Member:
         source = self.sources[which]
+        if has_mask(source.prefix) and not self.spec.chats:
+            raise ValueError(
+                f"{source.prefix} holds conversations, of which the loss counts the answers: add --chats (or remove "
+                f"{source.prefix}.mask.* to train on all of their tokens)"
+            )
         first, end = (round(edge * float(len(source))) for edge in self.share)
         documents = np.arange(first, end, dtype=np.int32)
         if not source.lengths[first:end].any():
@@ -151,4 +157,5 @@ class _Builder:
                 f"{source.prefix}: the {self.split} split gets {len(documents)} of {len(source)} documents and no "
                 f"token; give it a larger share (--split), or no samples (--eval-iters 0, or a share of 0)"
             )
-        return GPTDataset(source, documents, count, spec=self.spec, cache_dir=self.cache_dir)
+        made = ChatDataset if self.spec.chats else GPTDataset
+        return made(source, documents, count, spec=self.spec, cache_dir=self.cache_dir)

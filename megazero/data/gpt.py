@@ -34,6 +34,7 @@ class SampleSpec:
     ``seq_length`` is the tokens per sample. ``seed`` is the seed of both shuffles. With ``reset_position_ids`` or
     ``reset_attention_mask`` samples say where documents begin (``document_fields``). ``goldfish`` is (k, h) of
     ``dropped``, or None. ``change`` makes another text of one, by the seed and the sample's number (data/fim.py).
+    ``chats``: the data are conversations (data/chats.py).
     """
 
     seq_length: int
@@ -44,23 +45,31 @@ class SampleSpec:
     reset_attention_mask: bool = False
     goldfish: tuple[int, int] | None = None
     change: Callable[[NDArray[np.int64], int, int], NDArray[np.int64]] | None = None
+    chats: bool = False
 
 
-def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
+def finish_sample(
+    text: NDArray[np.int64],
+    spec: SampleSpec,
+    counted: NDArray[np.uint8] | None = None,
+    ends: NDArray[np.bool_] | None = None,
+) -> Sample:
     """From text int64 [s + 1] make tokens int64 [s], labels int64 [s], loss_mask float32 [s], and
     ``document_fields``.
 
     With eod_mask_loss a position whose *token* (not label) is the end of document has weight 0, because it would have
     to predict the first token of an unrelated document.
+    counted: 1 for each token of the text that the loss counts, else 0 (default: all). ends: as in ``document_fields``
+    (default: at end-of-document tokens).
     """
     tokens = text[:-1]
-    mask = np.ones(len(tokens), np.float32)
+    mask = np.ones(len(tokens), np.float32) if counted is None else counted[1:].astype(np.float32)
     if spec.eod_mask_loss:
         mask[tokens == spec.tokenizer.eod] = 0.0
     if spec.goldfish:
         mask[dropped(text[1:], *spec.goldfish)] = 0.0
     fields = document_fields(
-        tokens == spec.tokenizer.eod,
+        tokens == spec.tokenizer.eod if ends is None else ends,
         reset_position_ids=spec.reset_position_ids,
         reset_attention_mask=spec.reset_attention_mask,
     )
@@ -225,13 +234,7 @@ class GPTDataset:
             head = self.source.get(self.documents[first], start)
             parts = [head, *middle, self.source.get(self.documents[last], 0, stop + 1)]
         text = np.concatenate(parts, dtype=np.int64)
-        low, top, size = int(text.min()), int(text.max()), self.spec.tokenizer.vocab_size
-        if low < 0 or top >= size:
-            raise ValueError(
-                f"{self.source.prefix} holds token {low if low < 0 else top}, the tokenizer's "
-                f"vocabulary is 0..{size - 1}: the data was made with another "
-                f"tokenizer; name that one, or run megazero preprocess with this one"
-            )
+        self.source.check_tokens(text, self.spec.tokenizer.vocab_size)
         return text
 
     def __getitem__(self, index: int) -> Sample:

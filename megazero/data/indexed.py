@@ -205,6 +205,16 @@ class IndexedDataset:
                 f"run megazero preprocess with this one"
             )
 
+    def check_tokens(self, text: NDArray[np.int64], vocab_size: int) -> None:
+        """Raise ValueError if a text of these files holds a token outside a vocabulary."""
+        low, top = int(text.min()), int(text.max())
+        if low < 0 or top >= vocab_size:
+            raise ValueError(
+                f"{self.prefix} holds token {low if low < 0 else top}, the tokenizer's vocabulary is "
+                f"0..{vocab_size - 1}: the data was made with another tokenizer; name that one, or run megazero "
+                "preprocess with this one"
+            )
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the sha256 of .idx and the size of .bin, which identify the index: every copy has the same."""
         with open(idx_path(self.prefix), "rb") as handle:

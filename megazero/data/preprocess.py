@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -20,17 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megazero.bounded import read_json
+from megazero.data.chat_template import ChatTemplate
+from megazero.data.chats import mask_prefix
 from megazero.data.indexed import IndexedWriter, token_dtype
-from megazero.data.text import Text, is_json, json_lines, line_number, parse_line, read_text
+from megazero.data.text import Text, is_json, json_lines, line_number, read_line, read_text, text_at
 from megazero.data.tokenizer import Tokenizer, load_tokenizer, write_meta
 from megazero.files import exclusive, replacing
 
 CHUNK_BYTES = 4 << 20
 RECORD = "job.json"  # in PREFIX.parts/
-Encoded = tuple[list[int], list[int]]  # tokens of a document, lengths of its sequences
+Encoded = tuple[ArrayLike, list[int]]  # tokens of a document, lengths of its sequences
+CHATS, MASK = "chats", "mask"  # keys of conversations and of what the loss counts of them
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Job:
     """What to make. Everything here changes the output, so a resumed run must have the same.
 
     ``files`` are in order. A .jsonl, .json or .ndjson file holds one JSON object a line, any other file is one
-    document.
+    document. With ``chats`` the lines are conversations, as ChatTemplate encodes them, in place of texts.
     """
 
     files: tuple[str, ...]
@@ -50,6 +53,7 @@ class Job:
     skip_bad_lines: bool
     vocab_file: str | None = None
     merge_file: str | None = None
+    chats: bool = False
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(
@@ -59,6 +63,13 @@ class Job:
             vocab_file=self.vocab_file,
             merge_file=self.merge_file,
         )
+
+    def outputs(self, prefix: str | Path, tokens: np.dtype[Any]) -> dict[str, tuple[str, np.dtype[Any]]]:
+        """Return the prefix and the dtype of each output by key. ``tokens`` is the dtype of tokens."""
+        if not self.chats:
+            return {key: (f"{prefix}_{key}_document", tokens) for key in self.json_keys}
+        output = f"{prefix}_{CHATS}_document"  # the last that is written: where it is, its mask is
+        return {MASK: (mask_prefix(output), np.dtype(np.uint8)), CHATS: (output, tokens)}
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Counts:
+    """``counted`` is the number of tokens of conversations that the loss counts."""
+
     documents: int = 0
     tokens: int = 0
     skipped: int = 0
+    counted: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
@@ -119,10 +133,13 @@ def preprocess(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[str], Counts]:
     """Make OUTPUT_KEY_document.bin, .idx and .meta.json for every key. Returns their prefixes and the counts.
+    With ``job.chats`` the key is CHATS, and a mask lies beside it (data/chats.py).
 
     Interrupted and called again with the same job, it continues. With another job, or changed inputs, it says so and
     starts again. Raises ValueError for bad input, naming file and line.
     """
+    if job.chats and (texts := [file for file in job.files if not is_json(file)]):
+        raise ValueError(f"{texts[0]}: conversations are JSON lines (.jsonl, .json or .ndjson), one on each")
     info = job.tokenizer().info
     prefix = Path(output_prefix)
     parts = prefix.with_name(prefix.name + ".parts")
@@ -145,14 +162,13 @@ def preprocess(
                 f"the input holds no text: {len(job.files)} files have {total.documents} empty documents and "
                 f"{total.skipped} bad lines; name others with --input"
             )
-        dtype, outputs = token_dtype(info.vocab_size), []
-        for key in job.json_keys:
-            output = f"{prefix}_{key}_document"
+        outputs = job.outputs(prefix, token_dtype(info.vocab_size))
+        for key, (output, dtype) in outputs.items():
             _join(output, key, chunks, parts, dtype)
-            write_meta(output, info)
-            outputs.append(output)
+            if key != MASK:
+                write_meta(output, info)
         _remove(parts)
-        return outputs, total
+        return [output for key, (output, _) in outputs.items() if key != MASK], total
 
 
 def _claim(
@@ -230,24 +246,25 @@ class Encoder:
     def __init__(self, job: Job, parts: Path) -> None:
         self.job, self.parts = job, parts
         self.tokenizer = job.tokenizer()
-        self.dtype = token_dtype(self.tokenizer.info.vocab_size)
+        self.chats = ChatTemplate(self.tokenizer) if job.chats else None
+        self.outputs = job.outputs("", token_dtype(self.tokenizer.info.vocab_size))
 
     def __call__(self, chunk: Chunk) -> tuple[int, Counts]:
-        tokens: dict[str, list[NDArray[Any]]] = {key: [] for key in self.job.json_keys}
-        lengths: dict[str, list[int]] = {key: [] for key in self.job.json_keys}
-        documents: dict[str, list[int]] = {key: [] for key in self.job.json_keys}
+        tokens: dict[str, list[NDArray[Any]]] = {key: [] for key in self.outputs}
+        lengths: dict[str, list[int]] = {key: [] for key in self.outputs}
+        documents: dict[str, list[int]] = {key: [] for key in self.outputs}
         total = Counts()
         for encoded in self._documents(chunk):
             if encoded is None:
                 total += Counts(skipped=1)
                 continue
             for key, (ids, sizes) in encoded.items():
-                tokens[key].append(np.asarray(ids, self.dtype))
+                tokens[key].append(np.asarray(ids, self.outputs[key][1]))
                 lengths[key] += sizes
                 documents[key].append(len(sizes))
-                total += Counts(tokens=len(ids))
+                total += Counts(counted=int(np.sum(ids))) if key == MASK else Counts(tokens=sum(sizes))
             total += Counts(documents=1)
-        for key in self.job.json_keys:
+        for key in self.outputs:
             with replacing(_part(self.parts, chunk, key, "bin")) as handle:
                 handle.write(b"".join(piece.tobytes() for piece in tokens[key]))
             with replacing(_part(self.parts, chunk, key, "npz")) as handle:
@@ -270,15 +287,21 @@ class Encoder:
         (file,) = chunk.files
         for at, line in json_lines(file, chunk.start, chunk.stop):
             try:
-                texts = parse_line(line, self.job.json_keys)
-                yield {key: self._encode(text) for key, text in texts.items()}
+                yield self._encode_record(read_line(line))
             except ValueError as error:
                 if not self.job.skip_bad_lines:
+                    keys = "" if self.chats else ", name keys that it has (--json-keys)"
                     raise ValueError(
-                        f"{file}, line {line_number(file, at)}: {error}; mend the line, name keys that it "
-                        "has (--json-keys), or leave such lines out (--skip-bad-lines)"
+                        f"{file}, line {line_number(file, at)}: {error}; mend the line{keys}, or leave such lines "
+                        "out (--skip-bad-lines)"
                     ) from None
                 yield None
+
+    def _encode_record(self, record: Mapping[str, Any]) -> dict[str, Encoded]:
+        if self.chats is None:
+            return {key: self._encode(text_at(record, key)) for key in self.job.json_keys}
+        ids, counted = self.chats.encode(record)
+        return {MASK: (counted, [len(ids)]), CHATS: (ids, [len(ids)])}
 
 
 def encode_document(tokenizer: Tokenizer, text: Text, append_eod: bool) -> Encoded:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -135,12 +135,6 @@ def number_at(handle: IO[bytes], offset: int) -> int:
     while piece := handle.read(min(_PIECE, offset - handle.tell())):
         number += piece.count(b"\n")
     return number
-
-
-def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
-    """Return the texts of a JSON line, by key. A ValueError says what is wrong, not where."""
-    record = read_line(line)
-    return {key: text_at(record, key) for key in keys}
 
 
 def read_line(line: bytes) -> Mapping[str, Any]:

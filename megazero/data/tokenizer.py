@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
 
     Files beside it apply, too: the tokens that they add, and the settings of tokenizer_config.json. The end of
     document is the eos_token that these name, else the eos_token_id of generation_config.json or config.json,
-    else the first of KNOWN_EOD in the vocabulary. ``model`` is the library's.
+    else the first of KNOWN_EOD in the vocabulary. ``model`` is the library's, ``settings`` those of the files.
     """
 
     def __init__(self, model: Path) -> None:
@@ -104,7 +104,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception and ValueError
             other = "; nearest: --tokenizer-type SentencePieceTokenizer" if path.suffix == ".model" else ""
             raise ValueError(f"{path} is not a tokenizer.json: {error}{other}") from None
-        settings = TokenizerSettings.beside(path)
+        self.settings = settings = TokenizerSettings.beside(path)
         changed = settings.apply(self.model)
         vocabulary = self.model.get_vocab(with_added_tokens=True)
         named, size = settings.special.get("eos"), max(vocabulary.values()) + 1

@@ -15,9 +15,10 @@ from megazero.config.model.published import CONFIG_FILE
 
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 ADDED, GENERATION = "added_tokens.json", "generation_config.json"
+TEMPLATE = "chat_template.jinja"
 OF_MODEL = (GENERATION, CONFIG_FILE)  # they say the model's ids, with a tokenizer or without
 # The files that say how a tokenizer is used. They travel with it, byte for byte.
-BESIDE = (CONFIG, SPECIAL, ADDED, "chat_template.jinja", *OF_MODEL)
+BESIDE = (CONFIG, SPECIAL, ADDED, TEMPLATE, *OF_MODEL)
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -28,7 +29,7 @@ class TokenizerSettings:
     added: the tokens of added_tokens_decoder, or of added_tokens.json, by id. special: the text of special tokens by
     role, such as "eos"; the first file that names one decides. extra: special tokens without a role. ids: what
     generation_config.json, else config.json gives, by role: one id or several. split: special tokens in a text are
-    spelt, not found.
+    spelt, not found. chat_template: TEMPLATE's, else that of tokenizer_config.json, of several the "default".
     """
 
     added: Mapping[int, AddedToken]
@@ -37,6 +38,7 @@ class TokenizerSettings:
     ids: Mapping[str, int | list[int]]
     add_prefix_space: bool | None
     split: bool
+    chat_template: str | None
 
     @classmethod
     def read(cls, files: Mapping[str, bytes]) -> TokenizerSettings:
@@ -62,6 +64,7 @@ class TokenizerSettings:
             ids=ids,
             add_prefix_space=config.get("add_prefix_space"),
             split=bool(config.get("split_special_tokens")),
+            chat_template=_template(files.get(TEMPLATE), config.get("chat_template")),
         )
 
     @classmethod
@@ -132,6 +135,14 @@ def json_object(name: str, raw: bytes) -> dict[str, Any]:
 def _token(content: str, **flags: Any) -> AddedToken:
     known = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(content, **{name: flags[name] for name in known if name in flags})
+
+
+def _template(file: bytes | None, configured: str | list[dict[str, str]] | None) -> str | None:
+    if file is not None:
+        return file.decode()
+    if isinstance(configured, list):
+        return {each["name"]: each["template"] for each in configured}.get("default")
+    return configured
 
 
 def _text(token: Any) -> str | None:

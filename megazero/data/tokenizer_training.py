@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencepiece
 
-from megazero.data.text import is_json, json_lines, line_number, parse_line, read_text
+from megazero.data.text import is_json, json_lines, line_number, read_line, read_text, text_at
 from megazero.files import replacing
 
 SAMPLE_BYTES = 10 << 20
@@ -96,7 +96,7 @@ def _all_lines(files: Iterable[str], json_key: str) -> Iterator[str]:
             continue
         for at, line in json_lines(file, 0, Path(file).stat().st_size):
             try:
-                text = parse_line(line, [json_key])[json_key]
+                text = text_at(read_line(line), json_key)
             except ValueError as error:
                 raise ValueError(
                     f"{file}, line {line_number(file, at)}: {error}; mend the line, or name a key that it has "

@@ -7,7 +7,7 @@ one process, and there is no second forward to keep equal to the one of training
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from megazero.config.model.published import held_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.run import stored_values
+from megazero.data.chat_template import ChatTemplate
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer
 from megazero.models import Decoder
@@ -114,8 +115,11 @@ def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Genera
     return int(indices[torch.multinomial(weights, 1, generator=generator)])
 
 
-def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
-    """Yield up to ``count`` tokens of the tokenizer after ``prompt``. It ends before the end-of-document token.
+def sample_tokens(
+    model: TextModel, prompt: Sequence[int], count: int, sampling: Sampling, stops: Collection[int] = ()
+) -> Iterator[int]:
+    """Yield up to ``count`` tokens of the tokenizer after ``prompt``. It ends before one of ``stops`` (default: the
+    end-of-document token).
 
     An empty prompt begins a document. If the text is longer than the model's context, only its end counts.
     """
@@ -129,7 +133,7 @@ def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling:
         window = context[-decoder.config.max_position_embeddings :]
         logits = decoder.full_logits(torch.tensor([window], device=device))[0, -1]
         token = next_token(logits[: model.tokenizer.info.vocab_size].cpu(), sampling, generator)
-        if token == eod:
+        if token in (stops or (eod,)):
             return
         context.append(token)
         yield token
@@ -139,3 +143,10 @@ def generate(model: TextModel, prompt: str, count: int, sampling: Sampling | Non
     """Return ``prompt`` and up to ``count`` more tokens as text."""
     ids = model.tokenizer.encode(prompt)
     return model.tokenizer.decode([*ids, *sample_tokens(model, ids, count, sampling or Sampling())])
+
+
+def answer(model: TextModel, question: str, count: int, sampling: Sampling | None = None) -> str:
+    """Return the answer, of up to ``count`` tokens, to a user's message, by the tokenizer's chat template."""
+    chat = ChatTemplate(model.tokenizer)
+    asked, stops = chat.question(question), chat.stops()
+    return model.tokenizer.decode([*sample_tokens(model, asked, count, sampling or Sampling(), stops)])

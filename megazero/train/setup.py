@@ -50,6 +50,7 @@ from megazero.train.callbacks.reports import (
 )
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
+    cut_short,
     make_datasets,
     tokenizer_info,
     with_vocabulary,
@@ -299,7 +300,7 @@ def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
         checkpointing.try_saving()
     checkpointing.load(origin)
     left = leave_behind(config, origin, mesh, begun.length.last_iteration)
-    notes = (*left, *_not_named(origin, begun.users), *joined.notes)
+    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *cut_short(begun.data["train"]))
     return Built(decoder, engine, pipeline, checkpointing, bill, forecast, notes)
 
 

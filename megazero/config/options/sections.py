@@ -643,6 +643,17 @@ class DataConfig:
         "(default: not kept)",
         needs="not mock_data: --data-path instead of --mock-data",
     )
+    chats: bool = option(
+        False,
+        "the data are conversations (megazero preprocess --chats), whole in a sample: the loss counts answers alone",
+        resume=ORDER,
+        strict=True,
+        needs=(
+            "not mock_data: --data-path instead of --mock-data",
+            "not fim_data",
+            "reset_attention_mask: --reset-attention-mask, which keeps attention within a conversation",
+        ),
+    )
     fim_data: bool = option(
         False,
         "fill in the middle: of documents, cut at two places, the middle stands last (Bavarian et al. 2022)",
@@ -697,12 +708,15 @@ class DataConfig:
     )
     reset_position_ids: bool = option(
         False,
-        "positions begin at 0 after every end-of-document token",
+        "positions begin at 0 in every document, as --reset-attention-mask has them",
         small=KEPT,
         resume=UPDATE,
     )
     reset_attention_mask: bool = option(
-        False, "attention stays within documents, which end-of-document tokens end", small=KEPT, resume=UPDATE
+        False,
+        "attention stays within documents, which end-of-document tokens end, or within conversations",
+        small=KEPT,
+        resume=UPDATE,
     )
 
     @property
@@ -712,7 +726,7 @@ class DataConfig:
     @property
     def masks_loss(self) -> bool:
         """Tell whether some tokens are left out of the loss."""
-        return self.eod_mask_loss or self.goldfish_loss
+        return self.eod_mask_loss or self.goldfish_loss or self.chats
 
 
 @dataclass(frozen=True)

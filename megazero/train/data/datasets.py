@@ -8,10 +8,12 @@ from pkgutil import resolve_name
 
 from megazero.config import RunConfig
 from megazero.config.options.data_sources import data_kind
+from megazero.data.blend import BlendedDataset
+from megazero.data.chats import ChatDataset
 from megazero.data.fim import FillInTheMiddle
 from megazero.data.gpt import SampleSpec
 from megazero.data.shares import Dealt, Share
-from megazero.data.source import OpenPart, SampleSource
+from megazero.data.source import DatasetSource, OpenPart, SampleSource
 from megazero.data.tokenizer import NullTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.train.schedule.run_length import RunLength
@@ -91,11 +93,22 @@ def _opened(
     data = config.data
     masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask, data.goldfish
     change = FillInTheMiddle.of(data, _tokenizer(config)) if data.fim_data else None
-    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change)
+    spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change, data.chats)
     parts: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)
     for split, open_part in parts.items():
         if count := counts[split]:
             yield split, open_part(spec, count, ordered_for.get(split, 0))
+
+
+def cut_short(source: SampleSource) -> Iterator[str]:
+    """Yield a note for each set of conversations of which some are longer than a sample."""
+    data = source.data_set if isinstance(source, DatasetSource) else None
+    for part in data.members if isinstance(data, BlendedDataset) else [data]:
+        if isinstance(part, ChatDataset) and part.truncated:
+            yield (
+                f"{part.truncated} of {len(part.documents)} conversations of {part.source.prefix} are longer than "
+                f"--seq-length {part.spec.seq_length} and lose their ends"
+            )
 
 
 def evaluation_sets(

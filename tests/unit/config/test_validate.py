@@ -271,6 +271,8 @@ EXPERTS --tensor-model-parallel-size 2 -> --num-experts; --tensor-model-parallel
 --position-embedding-type yarn --use-rope-scaling -> --position-embedding-type yarn; --rotary-scaling
 --fim-rate 0.5 -> --fim-rate 0.5; --fim-data
 --fim-data -> --fim-data; --mock-data
+--chats -> --chats; --mock-data
+--no-mock-data --data-path x --chats -> --chats; --reset-attention-mask
 --mup-output-mult 0.5 -> --mup-output-mult; --logits-scaling
 --tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t -> --tokenizer-type TokenizerFromFileWithFIM
 --hybrid-context-parallel -> --hybrid-context-parallel; --context-parallel-size

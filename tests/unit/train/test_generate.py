@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megazero import cli
 from megazero.checkpoint import reading, store
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import make_config
-from megazero.data.tokenizer import NullTokenizer
+from megazero.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
 from megazero.models import Decoder
 from megazero.train.generate import (
     Sampling,
     TextModel,
+    answer,
     generate,
     load_text_model,
     next_token,
     sample_tokens,
 )
 from megazero.train.parallelize import DTYPES
+from tests.chat_cases import TEMPLATES, theirs, write_tokenizer
 from tests.messages import refused
 from tests.sizes import SMALL
 
@@ -113,14 +119,14 @@ def test_context_slides_beyond_the_longest_sequence(model):
 class Scripted(torch.nn.Module):
     """Says a fixed sequence, whatever it is asked."""
 
-    def __init__(self, words, config):
+    def __init__(self, words, config, vocabulary=VOCABULARY):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.words, self.config, self.seen = list(words), config, []
+        self.words, self.config, self.vocabulary, self.seen = list(words), config, vocabulary, []
 
     def full_logits(self, tokens):
         self.seen.append(tokens[0].tolist())
-        logits = torch.zeros(*tokens.shape, VOCABULARY)
+        logits = torch.zeros(*tokens.shape, self.vocabulary)
         logits[0, -1, self.words.pop(0)] = 50.0
         return logits
 
@@ -170,3 +176,25 @@ def test_errors_name_the_cure(tmp_path, model):
         Sampling(top_k=-1)
     with refused("--tokens -1"):
         list(sample_tokens(model, [1], -1, Sampling()))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_follows_the_template_and_ends_with_its_turn(name, tmp_path):
+    """Llama 3's turn ends with a token that is not the end of a document."""
+    plain, _ = TEMPLATES[name]
+    tokenizer = HuggingFaceTokenizer(write_tokenizer(tmp_path, plain))
+    talk = [{"role": "user", "content": "Rhea?"}]
+    render = partial(theirs(tmp_path).apply_chat_template, return_dict=False)
+    asked = render(talk, add_generation_prompt=True)
+    talk.append({"role": "assistant", "content": "Titan"})
+    said = render(talk)[len(asked) :]
+    script = [*said, *tokenizer.encode(" and more")]
+    decoder = Scripted(script, SimpleNamespace(max_position_embeddings=99), tokenizer.info.vocab_size)
+    greedy = Sampling(temperature=0)
+    assert answer(TextModel(decoder, tokenizer), "Rhea?", 50, greedy) == "Titan"
+    assert decoder.seen[-1] == [*asked, *tokenizer.encode("Titan")]
+
+
+def test_an_answer_needs_a_question(capsys):
+    assert cli.main(["generate", "--load", "x", "--chat"]) == 2
+    assert "--chat needs --prompt" in capsys.readouterr().err
