@@ -197,7 +197,7 @@ def _runs(records: Sequence[Record], begin: int) -> Iterator[tuple[int, int]]:
     for at in range(begin, len(records)):
         record = records[at]
         row = isinstance(record, Mapping)
-        size += len(f"{record}") if row else len(record) * getattr(record, "itemsize", 1)
+        size += len(repr(record)) if row else len(record) * getattr(record, "itemsize", 1)
         if size >= RUN_BYTES or at + 1 == len(records):
             yield first, at + 1
             size, first = 0, at + 1
