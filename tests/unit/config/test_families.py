@@ -347,7 +347,7 @@ def test_what_is_not_understood_is_an_error(typed, named):
             "Gemma3",
             ["images (vision_config)", "its text_config is of gemma3_text, so a folder of that alone"],
         ),
-        ("OPT", ["ReLU, learned positions that begin at 2"]),
+        ("OPT", ["no reader"]),
     ],
 )
 def test_a_family_that_is_not_built_is_refused_by_what_it_has(family, parts):
