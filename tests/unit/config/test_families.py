@@ -231,7 +231,6 @@ def config_of(family: str, **changes) -> dict:
 FIELDS = """
 Llama {"model_type": "arcee"} -> model_type = 'arcee'
 Llama {"model_type": "mpt"} -> model_type = 'mpt'
-Llama {"model_type": "bloom"} -> model_type = 'bloom'; ALiBi; 2023
 Llama {"hidden_size": "2"} -> hidden_size; text; '2'
 Llama {"num_hidden_layers": [2]} -> num_hidden_layers
 GPT2 {"n_embd": "x"} -> n_embd; whole number; 'x'
