@@ -196,8 +196,7 @@ def _runs(records: Sequence[Record], begin: int) -> Iterator[tuple[int, int]]:
     size, first = 0, begin
     for at in range(begin, len(records)):
         record = records[at]
-        row = isinstance(record, Mapping)
-        size += len(f"{record}") if row else len(record) * getattr(record, "itemsize", 1)
+        size += len(repr(record)) if isinstance(record, Mapping) else memoryview(record).nbytes
         if size >= RUN_BYTES or at + 1 == len(records):
             yield first, at + 1
             size, first = 0, at + 1
