@@ -5,11 +5,6 @@
 Three launches of two ranks and the meeting point lie in namespaces of their own. A launch is a vector; between
 meetings it sleeps, in a meeting it brings random numbers and takes the mean. Each scenario prints what the survivors'
 meetings took above a usual one, and all launches' anchors must have the same bits after every meeting.
-
-    python -m benchmarks.links.meetings --engine --kills 30
-
-With --engine a launch is a `megazero train` of a small model, with P, G and OS of its own, that is started again from
-its last checkpoint. Then no sample may be lost or counted twice either, and the loss is printed.
 """
 
 from __future__ import annotations
@@ -26,9 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +33,13 @@ from megazero.comm.rooms import channel
 from megazero.comm.rooms.channel import Refused
 from megazero.comm.rooms.member import Fetched, Member, Met, Offer, RoomLost, RoomSettings, Standing
 from megazero.comm.rooms.shelf import Shown
-from megazero.data.shares import joined, size
-from megazero.log.metrics import read_metrics
 from megazero.mesh.objects import gather_objects
 from tests import ROOT
 from tests.netlab.lab import SOCKETS, Lab
 
-TWO_RANKS = "torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-port 29500 --master-addr"
-TRAINING = (
-    "--model-family llama --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 "
-    "--seq-length 64 --vocab-size 512 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 "
-    "--lr-decay-style constant --train-samples 1000000 --eval-iters 0 --device cpu --save-interval 200 "
-    "--log-interval 1000"
-)
-PRESETS = {"a": "zero1", "b": "zero3", "c": "ddp"}
+TWO_RANKS = "torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port 29500"
+# Its name; does it, and returns the seconds that others lose, and after which its victim is back; how often.
+Fault = tuple[str, Callable[[], tuple[float, float]], int]
 SETTINGS = ("least", "call_s", "patience_s", "silence_s", "give_up_s", "journal")
 
 
@@ -172,10 +159,6 @@ def parser() -> argparse.ArgumentParser:
     seconds = {"step-s": 0.1, "call-s": 0.5, "patience-s": 5.0, "silence-s": 2.0, "give-up-s": 120.0}
     for name, default in {**texts, **numbers, **seconds}.items():
         words.add_argument(f"--{name}", type=type(default), default=default)
-    words.add_argument("--engine", action="store_true")
-    words.add_argument(
-        "--undisturbed", type=int, metavar="SAMPLES", help="only train so far, and print the loss"
-    )
     return words
 
 
@@ -233,20 +216,13 @@ class Stage:
 
     def launch(self, name: str, *flags: str) -> None:
         site = self.sites[name]
-        site.start(*TWO_RANKS.split(), site.address, "--rdzv-id", name, *self.program(name), *flags)
+        site.start(*TWO_RANKS.split(), *self.program(name), *flags)
 
     def program(self, name: str) -> list[str]:
         own = {key: getattr(self.options, key) for key in ("bytes", "steps", "step_s", "silence_s", "call_s")}
         words = [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", f"{value}")]
-        program = [
-            "-m",
-            "benchmarks.links.meetings",
-            "--replica",
-            name,
-            "--point",
-            f"{self.point.address}:29600",
-        ]
-        return [*program, "--secret", f"{self.secret}", *words]
+        program = f"-m benchmarks.links.meetings --replica {name} --point {self.point.address}:29600"
+        return [*program.split(), "--secret", f"{self.secret}", *words]
 
     def usual(self) -> float:
         """Return the median seconds of a meeting of all, from sitting down to the new anchor."""
@@ -306,6 +282,14 @@ class Stage:
         self.meet()
         return 0.0, self.back(again)
 
+    def faults(self, kills: int) -> list[Fault]:
+        return [
+            ("SIGKILL in a meeting", self.kill, kills),
+            ("SIGSTOP for 20 s, in a meeting", self.freeze, 3),
+            ("link cut for 15 s, in a meeting", self.cut, 3),
+            ("meeting point killed, started anew after 5 s", self.point_lost, 3),
+        ]
+
     def check_bits(self) -> int:
         """Return in how many meetings anchors were compared. Raises AssertionError if any differ."""
         hashes: dict[int, set[str]] = {}
@@ -317,93 +301,22 @@ class Stage:
         return len(hashes)
 
 
-class EngineStage(Stage):
-    """The same with trainings, which save, and are started again from what they saved last."""
-
-    def __init__(self, lab: Lab, options: argparse.Namespace, folder: Path) -> None:
-        self.folder = folder
-        super().__init__(lab, options, folder)
-
-    def program(self, name: str) -> list[str]:
-        options, save = self.options, self.folder / name
-        meet = (
-            f"--outer-meet {self.point.address}:29600 --outer-name {name} --outer-secret-file {self.secret}"
+def measure(stage: Stage, kills: int) -> None:
+    """Print a row for each kind of fault."""
+    print("| | others lose, s | it is back after, s |\n|---|---|---|")
+    for name, event, times in stage.faults(kills):
+        seconds = []
+        for _ in range(times):
+            seconds.append(event())
+            print(name, *seconds[-1], stage.check_bits(), file=sys.stderr, flush=True)
+        cells = (
+            f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
+            for each in zip(*seconds, strict=True)
         )
-        waits = f"--outer-call {options.call_s} --outer-patience {options.patience_s}"
-        waits += f" --outer-silence {options.silence_s} --outer-interval {options.steps}"
-        folders = f"--save {save} --log-dir {save} --zero-preset {PRESETS[name]}"
-        load = f"--load {save}" if self.saved(name) else ""
-        words = f"-m benchmarks.links.replica {TRAINING} {meet} {waits} {folders} {load}"
-        return words.split()
-
-    def saved(self, name: str) -> list[int]:
-        """Return the iterations of a launch's checkpoints."""
-        return sorted(int(each.name[5:]) for each in (self.folder / name).glob("iter_*[0-9]"))
-
-    def old(self) -> tuple[float, float]:
-        """Kill a launch, and start it again from its oldest checkpoint, which is of a meeting long ago."""
-        moment = self.in_a_meeting("a")
-        self.sites["a"].signal("KILL")
-        lost, again = self.lost("a", moment), time.time()
-        self.launch("a", "--ckpt-step", f"{self.saved('a')[0]}")
-        return lost, self.back(again)
-
-    def check_samples(self) -> int:
-        """Return how many samples the meetings counted. Raises AssertionError if any was lost or counted twice."""
-        said = [line for site in self.sites.values() for line in list(site.said) if line["event"] == "met"]
-        meetings = {line["number"]: line for line in said}
-        assert all(line["counted"] == meetings[line["number"]]["counted"] for line in said), "counts differ"
-        last = meetings[max(meetings)]["dealt"]
-        counted = [tuple(part) for line in meetings.values() for part in line["counted"]]
-        open_ones = [tuple(part) for part in (*last["holes"], *chain(*last["shares"].values()))]
-        assert sorted(meetings) == [*range(1, max(meetings) + 1)], "a meeting that nobody told of"
-        assert joined(tuple(counted + open_ones)) == ((0, last["top"]),), "a sample is lost"
-        assert size(tuple(counted + open_ones)) == last["top"], "a sample is counted twice"
-        return size(tuple(counted))
-
-    def losses(self, width: int = 2500) -> str:
-        """Return the mean losses of all launches' steps, by so many samples."""
-        found: dict[int, list[float]] = {}
-        for line in chain(*(read_metrics(self.folder / name) for name in self.sites)):
-            if "lm_loss" in line:
-                found.setdefault(line["consumed_samples"] // width, []).append(line["lm_loss"])
-        return ", ".join(f"{each * width}: {statistics.mean(found[each]):.3f}" for each in sorted(found))
-
-    def train(self, samples: int) -> None:
-        while self.check_samples() < samples:
-            time.sleep(1)
-        print(
-            f"anchors had the same bits in {self.check_bits()} meetings; losses from sample {self.losses()}"
-        )
-
-
-def measure(options: argparse.Namespace) -> None:
-    with Lab(4, options.rate) as lab, tempfile.TemporaryDirectory() as folder:
-        stage = (EngineStage if options.engine else Stage)(lab, options, Path(folder))
-        if options.undisturbed:
-            stage.train(options.undisturbed)
-            return
-        print(
-            f"| {options.rate}, {2 * options.bytes:,} bytes a launch | others lose, s | it is back after, s |\n"
-            "|---|---|---|"
-        )
-        for name, event, times in (
-            ("SIGKILL in a meeting", stage.kill, options.kills),
-            ("SIGSTOP for 20 s, in a meeting", stage.freeze, 3),
-            ("link cut for 15 s, in a meeting", stage.cut, 3),
-            ("meeting point killed, started anew after 5 s", stage.point_lost, 3),
-            *([("SIGKILL, back with its oldest checkpoint", stage.old, 1)] if options.engine else []),
-        ):
-            lost, back = zip(*(event() for _ in range(times)), strict=True)
-            cells = (
-                f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (lost, back)
-            )
-            print(f"| {name}, {times} times | {' | '.join(cells)} |", flush=True)
-        print(
-            f"a usual meeting takes {stage.usual():.2f} s; anchors had the same bits in {stage.check_bits()} meetings"
-        )
-        if isinstance(stage, EngineStage):
-            print(f"{stage.check_samples()} samples counted, each once; losses from sample {stage.losses()}")
+        print(f"| {name}, {times} times | {' | '.join(cells)} |", flush=True)
+    print(
+        f"a usual meeting takes {stage.usual():.2f} s; anchors had the same bits in {stage.check_bits()} meetings"
+    )
 
 
 def main() -> int:
@@ -415,7 +328,9 @@ def main() -> int:
             told = {"at": time.time(), "event": type(error).__name__, "why": f"{error}"}
             print(json.dumps(told), flush=True)
             os._exit(3)
-    measure(options)
+    with Lab(4, options.rate) as lab, tempfile.TemporaryDirectory() as folder:
+        print(f"{options.rate}, {2 * options.bytes:,} bytes a launch")
+        measure(Stage(lab, options, Path(folder)), options.kills)
     return 0
 
 

@@ -1,6 +1,6 @@
 """A replica of `megazero train` that tells in lines of JSON when it sits in a meeting, and what it took up.
 
-A rank of ``python -m benchmarks.links.meetings --engine``. Takes the flags of a training.
+A rank of benchmarks.links.replicas. Takes the flags of a training.
 """
 
 from __future__ import annotations
