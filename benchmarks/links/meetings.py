@@ -269,7 +269,8 @@ class Stage:
         self.sites["c"].link("down")
         lost = self.lost("c", moment)
         time.sleep(max(0.0, moment + seconds - time.time()))
-        alone = [line for line in self.sites["c"].said if line["event"] == "met" and line["names"] == ["c"]]
+        since = [line for line in self.sites["c"].said if line["event"] == "met" and line["at"] > moment]
+        alone = [line for line in since if line["names"] == ["c"]]
         again = time.time()
         self.sites["c"].link("up")
         assert not alone, "a fork"
