@@ -281,7 +281,8 @@ class Stage:
         time.sleep(seconds)
         again = time.time()
         self.meet()
-        return 0.0, self.back(again)
+        met = [site.met("abc", again) for site in self.sites.values()]
+        return max(line["seconds"] for line in met) - self.usual(), max(line["at"] for line in met) - again
 
     def faults(self, kills: int) -> list[Fault]:
         return [
