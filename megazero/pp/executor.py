@@ -47,8 +47,12 @@ class WeightGradients(Protocol):
 
 
 class ActivationSlice(Protocol):
-    """Which part of an activation travels between stages, and how the whole is reassembled."""
+    """Which part of an activation travels between stages, and how the whole is reassembled.
 
+    ``fit`` takes the size of a step's activations from a micro-batch, and returns the shape of their messages.
+    """
+
+    def fit(self, micro_batch: Any) -> Sequence[int]: ...
     def pack(self, x: Tensor) -> Tensor: ...
     def unpack(self, x: Tensor) -> Tensor: ...
 
@@ -122,7 +126,7 @@ class Pipeline:
     ) -> list[Tensor]:
         """Run every action and its messages. Returns the losses that ``run`` gives."""
         losses: list[Tensor] = []
-        self.links.open(plan.incoming, plan.after)
+        self.links.open(self.carrier.fit(micro_batches[0]), plan.incoming, plan.after)
         try:
             for action in plan.actions:
                 with self._naming(action):

@@ -51,7 +51,7 @@ class StepBatches(NamedTuple):
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
     read, when the copies are done. tokens: how many tokens of the global batch count in the loss, for each outer
-    replica. samples: how many samples the global batch has.
+    replica. samples, seq_length: how many samples the global batch has, of how many tokens.
     """
 
     ids: Sequence[Sequence[int]]
@@ -59,6 +59,7 @@ class StepBatches(NamedTuple):
     device: Sequence[Batch]
     tokens: Sequence[float]
     samples: int
+    seq_length: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -233,7 +234,7 @@ class Trainer:
             consumed_samples=batches.consumed,
             source=batches.state,
             losses={**self.progress.losses, "lm_loss": loss},
-            tokens=self.progress.tokens + batch.samples * self.config.model.seq_length,
+            tokens=self.progress.tokens + batch.samples * batch.seq_length,
         )
         seconds = time.perf_counter() - began
         step = TrainedStep(
@@ -242,6 +243,7 @@ class Trainer:
             replica_losses=tuple(each / tokens for each, tokens in zip(sums, batch.tokens, strict=True)),
             info=info,
             samples=batch.samples,
+            seq_length=batch.seq_length,
             seconds=seconds,
             traffic=self.engine.traffic.take(),
             bill=self.bill.close(seconds),
@@ -260,7 +262,7 @@ class Trainer:
         device = [own_tokens(self.feeding.to_device(batch), self.mesh, further) for batch in host]
         with self.bill.span(self.engine.exchange_hop) if self.feeding.masked else nullcontext():
             tokens = self.feeding.valid_tokens([own_tokens(batch, self.mesh) for batch in host])
-        return StepBatches(ids, host, device, tokens, batches.consumed - consumed)
+        return StepBatches(ids, host, device, tokens, batches.consumed - consumed, host[0]["tokens"].shape[1])
 
     def _step(self, batch: StepBatches) -> StepInfo:
         """Run forwards, backwards and the update. ``exchange`` has the numbers of every rank then."""
@@ -359,7 +361,8 @@ class Trainer:
     def _log(self, step: TrainedStep, rates: Mapping[str, float]) -> None:
         """Complete the iteration's line with what callbacks add, and hand it to them."""
         scale = self.scaling.metrics()
-        line = iteration_line(step, self.decoder.config, self.mesh, self.progress, rates, scale)
+        left = self.length.tokens_left(self.progress.consumed_samples)
+        line = iteration_line(step, self.decoder.config, self.mesh, self.progress, rates, scale, left)
         extra = self.callbacks.after_step(step, self.exchange.received, line.extra)
         self.callbacks.tell(Callback.logged, replace(line, extra=extra))
 

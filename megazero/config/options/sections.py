@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, OVER_ALL, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.model.section import EXPERTS
+from megazero.config.options.callback_words import word_of
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
+from megazero.config.options.data_stages import stage_word
 from megazero.config.options.fields import BEGINS, KEPT, ORDER, SHORT, UPDATE, option
 from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
@@ -562,6 +564,14 @@ class DataConfig:
     test_data_path: tuple[str, ...] = option(
         (), "data to evaluate on after the last iteration, in the form of --data-path"
     )
+    data_stages: tuple[str, ...] = option(
+        (),
+        "stages of training; in YAML a list of mappings, as flags JSON objects, with until (the consumed samples at "
+        "which it ends; all but the last), data-path (in the form of --train-data-path; default: the run's training "
+        "data), seq-length (at most --seq-length, which evaluations have) and global-batch-size",
+        entry=stage_word,
+        resume=ORDER,
+    )
     data_cache_path: str | None = option(
         None,
         "folder of index caches (default: beside the data)",
@@ -762,5 +772,5 @@ class LoggingConfig:
         (),
         "your classes that watch the run (docs/develop/extending.md): MODULE:NAME, or with options "
         "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
-        takes_options=True,
+        entry=word_of,
     )

@@ -57,9 +57,9 @@ class TrainedStep:
     """One iteration that was trained.
 
     loss: the mean over the tokens of the global batch, in nats. replica_losses: that of each outer replica. info: the
-    engine's account, with the gradient norm. samples: those of the global batch. traffic: bytes that this rank sent,
-    by hop (comm/hops.py: Traffic.take). bill: seconds by item (log/time_bill.py). numbers: those that this callback
-    exchanged, reduced over the ranks.
+    engine's account, with the gradient norm. samples: those of the global batch, of ``seq_length`` tokens. traffic:
+    bytes that this rank sent, by hop (comm/hops.py: Traffic.take). bill: seconds by item (log/time_bill.py). numbers:
+    those that this callback exchanged, reduced over the ranks.
     """
 
     iteration: int
@@ -67,10 +67,15 @@ class TrainedStep:
     replica_losses: tuple[float, ...]
     info: StepInfo
     samples: int
+    seq_length: int
     seconds: float
     traffic: Mapping[str, int]
     bill: Mapping[str, float]
     numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq_length
 
 
 class Callback:

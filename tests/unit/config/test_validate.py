@@ -99,6 +99,23 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --step-batch-size-schedule 0:16 1K:32 1001:48 -> --step-batch-size-schedule 0:16; 1001:48
 --step-batch-size-schedule 0:16 1M:32 --global-batch-size 64 -> --global-batch-size 64; 32
 --step-batch-size-schedule 0:16 --rampup-batch-size 16,16,100 -> --step-batch-size-schedule; --rampup-batch-size
+--data-stages {"until":24} {} -> --data-stages: until 24; 16 or 32
+--data-stages {"until":16,"global-batch-size":24} {} -> --data-stages; 16 or 32
+--data-stages {"until":160} {} -> --data-stages; 160; leave it out
+--data-stages {"until":16} -> --data-stages; leave until out
+--data-stages {} {} -> --data-stages; until
+--data-stages {"until":16} {"until":16} {} -> --data-stages; until 17
+--data-stages {"untill":16} {} -> --data-stages; until
+--data-stages {"until":0} {} -> --data-stages; until 0
+--data-stages {"data-path":[1,"a","b"]} -> --data-stages; PREFIX
+--data-stages until=16 -> --data-stages until=16; JSON
+--data-stages [16] -> --data-stages [16]; seq-length
+--data-stages {"seq-length":64} -> --data-stages: seq-length 64; --seq-length 64
+--data-stages {"until":16,"seq-length":20} {} CP --tensor-model-parallel-size 2 --sequence-parallel --cp-comm-type
+    all_gather -> --seq-length 20; --context-parallel-size 2; --tensor-model-parallel-size 2; 16 or 24
+--data-stages {"until":16,"seq-length":24} {} --step-batch-size-schedule 0:16 -> --step-batch-size-schedule; --data-stages
+--data-stages {"until":16,"global-batch-size":32} {} --rampup-batch-size 16,16,64 --global-batch-size 32
+    -> --rampup-batch-size; --data-stages
 --eval-global-batch-size 40 -> --eval-global-batch-size 40; 32 or 48
 --zero-shard 2,4,6 -> 2,4,8
 --zero-shard 2,2 -> P,G,OS
