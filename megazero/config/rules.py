@@ -355,7 +355,8 @@ def at_each_length(rule: Callable[..., Iterator[str]]) -> Callable[..., Iterator
             yield line
         with suppress(ValueError):  # stages that are none are reported elsewhere
             for length in {stage.seq_length for stage in config.training_stages} - {config.model.seq_length}:
-                yield from (line for line in rule(config.at_length(length), *of) if line not in told)
+                lines = (line for line in rule(config.at_length(length), *of) if line not in told)
+                yield from (f"--data-stages: {line}" for line in lines)
 
     return judged
 

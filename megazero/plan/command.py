@@ -24,6 +24,7 @@ from megazero.plan.report import (
     headline,
     layout_flags,
     source_of_rates,
+    stage_lines,
     table,
     write_json,
 )
@@ -56,7 +57,7 @@ def _plan(request: PlanRequest) -> int:
     print(headline(first.layout.config, cluster))
     print("\n".join([*table(best), source_of_rates(cluster)]))
     flags = shlex.join(layout_flags(first.layout.config))
-    print("\n".join(["", "The first:", *details(first), "flags:", flags]))
+    print("\n".join(["", "The first:", *details(first), *stage_lines(first.layout), "flags:", flags]))
     if request.explain is not None:
         print("\n".join(["", *_explained(request, first)]))
     path = Path(options.plan_output) / "plan.json"

@@ -82,7 +82,8 @@ class Prediction(Callback):
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
 
     def after_step(self, step: TrainedStep) -> None:
-        self.step_seconds.append(step.seconds)
+        if step.seq_length == self.run.config.model.seq_length:  # which is predicted
+            self.step_seconds.append(step.seconds)
 
     def closing(self) -> None:
         if line := self.forecast.beside(self.run.mesh, self.step_seconds):

@@ -111,8 +111,8 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --data-stages until=16 -> --data-stages until=16; JSON
 --data-stages [16] -> --data-stages [16]; seq-length
 --data-stages {"seq-length":64} -> --data-stages: seq-length 64; --seq-length 64
---data-stages {"until":16,"seq-length":20} {} CP --tensor-model-parallel-size 2 --sequence-parallel --cp-comm-type
-    all_gather -> --seq-length 20; --context-parallel-size 2; --tensor-model-parallel-size 2; 16 or 24
+--data-stages {"until":16,"seq-length":22} {} CP --tensor-model-parallel-size 2 --sequence-parallel --cp-comm-type
+    all_gather -> --data-stages: --seq-length 22; --context-parallel-size 2 x --tensor-model-parallel-size 2; 20 or 24
 --data-stages {"until":16,"seq-length":24} {} --step-batch-size-schedule 0:16 -> --step-batch-size-schedule; --data-stages
 --data-stages {"until":16,"global-batch-size":32} {} --rampup-batch-size 16,16,64 --global-batch-size 32
     -> --rampup-batch-size; --data-stages
