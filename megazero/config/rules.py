@@ -272,6 +272,15 @@ def _retention(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _tasks(config: RunConfig) -> Iterator[str]:
+    every, tasks = config.training.eval_interval, config.training.eval_tasks_interval
+    if tasks and every and tasks % every:
+        yield (
+            f"--eval-tasks-interval {tasks} is not a multiple of --eval-interval {every}; nearest: "
+            f"{multiples_around(tasks, every)}"
+        )
+
+
 def _spikes(config: RunConfig) -> Iterator[str]:
     kept, every = config.checkpoint.save_keep_last, config.checkpoint.save_interval
     least = -(-IN_A_ROW // every) + 1 if every else 1
@@ -400,6 +409,7 @@ RULES: tuple[Rule, ...] = (
     _fp8,
     _implementations,
     _retention,
+    _tasks,
     _spikes,
     _missing_checkpoint,
     _skipped_ranges,

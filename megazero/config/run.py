@@ -74,10 +74,7 @@ _ORDER = (
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
 _BLOOM = "BLOOM and Falcon RW had it, and nobody has pretrained so since 2023"
-_LENGTHS = (
-    "samples have --seq-length tokens throughout: train at short ones first, and go on with --load DIR --finetune at "
-    "the full length"
-)
+_LENGTHS = "--data-stages says from which sample on samples have which seq-length"
 _COPY = "a batch script copies what --save holds (rsync -a); `megazero inspect` checks a copy: leave it out"
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {

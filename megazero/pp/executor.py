@@ -114,7 +114,8 @@ class Pipeline:
         return total
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor | None:
-        """Run forwards only. Returns the micro-batches' losses [k] on ranks with the last stage, None elsewhere."""
+        """Run forwards only. Returns what the last stage makes of the micro-batches, losses [k] say, in fp64; None on
+        ranks without it."""
         plan = self._of_rank(make_evaluation(self.size, len(self.own), len(micro_batches)))
         losses = self._run_plan(plan, self._evaluate, micro_batches)
         return torch.stack(losses).double() if losses else None

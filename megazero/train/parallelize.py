@@ -264,14 +264,15 @@ def shard_decoder(
 class MicroBatch(NamedTuple):
     """The samples of one forward pass on one rank, of whose sequences a context-parallel rank has its part.
 
-    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. further_labels,
+    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. read: without labels,
+    what makes the result of an evaluation of this rank's logits [b, s, rows]. further_labels,
     further_mask: as Further's, in training, where further tokens are predicted. dropout_key: the key
     that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'. decisions: as
     Decoder.forward's, for whoever replays or records them.
     """
 
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor | None
     loss_mask: Tensor
     dropout_key: int | None = None
     position_ids: Tensor | None = None
@@ -279,6 +280,7 @@ class MicroBatch(NamedTuple):
     decisions: Decisions | None = None
     further_labels: Tensor | None = None
     further_mask: Tensor | None = None
+    read: Callable[[Tensor], Tensor] | None = None
 
     @property
     def further(self) -> Further | None:
@@ -314,7 +316,7 @@ def build_pipeline(decoder: Decoder, engine: zero.Engine, config: RunConfig, mes
         """Run a stage on what the one before sent; the first takes the micro-batch's tokens."""
         x = batch.tokens if x is None else x
         scale = pipeline.loss_factor
-        return decoder.run_stage(
+        y = decoder.run_stage(
             stage,
             x,
             batch.labels,
@@ -325,6 +327,7 @@ def build_pipeline(decoder: Decoder, engine: zero.Engine, config: RunConfig, mes
             batch.decisions,
             batch.further,
         )
+        return batch.read(y) if batch.read is not None and stage.head else y
 
     tp, dtype = decoder.tp, DTYPES[config.precision.params_dtype]
     links = Links(mesh, dtype, engine.traffic, engine.poll, engine.waits)

@@ -111,6 +111,9 @@ class Trainer:
     def stop(self, why: str) -> None:
         self.exits.asked = why
 
+    def asked_to_stop(self) -> bool:
+        return self.exits.ask(self.mesh)
+
     def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
         return self._mean_loss(DatasetSource(data_set), stoppable)
 
@@ -125,7 +128,7 @@ class Trainer:
             source,
             steps=self.config.training.eval_iters,
             micro_batches=self.config.batch.evaluated_per_step(sizes.data_parallel) // sizes.quantum,
-            interrupted=lambda: stoppable and self._asked_to_stop(),
+            interrupted=lambda: stoppable and self.asked_to_stop(),
             replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
             advance=partial(self._evaluating, name or "validation"),
         )
@@ -331,6 +334,7 @@ class Trainer:
             self._evaluate("valid")
         if due and not self.exits.reason and (results := self.callbacks.evaluate()):
             self.outputs.results(self.progress, results)
+            self.progress = replace(self.progress, losses={**self.progress.losses, **results})
         self.progress = replace(self.progress, evaluation_pending=bool(due and self.exits.reason))
 
     def _evaluate(self, part: str, stoppable: bool = True) -> None:
@@ -342,9 +346,6 @@ class Trainer:
             self.callbacks.tell(Callback.evaluated, self.progress, name, loss)
             key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
-
-    def _asked_to_stop(self) -> bool:
-        return self.exits.ask(self.mesh)
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration

@@ -34,7 +34,7 @@ ANY_QUANTISED = "sends_weights or sends_gradients: --zero-quantized-weights or -
 SGD = "outer_optimizer = nesterov|sgd"
 FP8, FP8_GRADIENTS = "fp8_format", {"e4m3": "float8_e4m3fn", "hybrid": "float8_e5m2"}  # torch's names
 FP16, DYNAMIC = "params_dtype = fp16: --fp16", "not loss_scale: a scale that changes (no --loss-scale)"
-EVALUATES = "eval_iters > 0 or callbacks: --eval-iters above 0"
+EVALUATES = "eval_iters > 0 or callbacks or eval_tasks: --eval-iters above 0"
 CHECKPOINT = "not loads_hugging_face: --load of a checkpoint"
 CONTINUES = "not finetune: continuing the run (no --finetune)"
 COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
@@ -441,6 +441,27 @@ class TrainingConfig:
     eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0, needs=EVALUATES)
     eval_at_start: bool = option(False, "evaluate before a fresh run's first iteration, too", needs=EVALUATES)
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "tasks of lm-eval's harness (pip install lm_eval) to evaluate behind the validation data, by name or YAML "
+        "file, such as hellaswag,arc_easy; texts are encoded as training data are, with no token before them",
+        strict=True,
+        needs=(
+            "tokenizer_type != NullTokenizer: --tokenizer-type, a tokenizer of texts",
+            "eval_interval > 0: --eval-interval above 0",
+        ),
+        aliases=("tasks",),
+    )
+    eval_tasks_interval: int | None = option(
+        None,
+        "iterations between evaluations of tasks, a multiple of --eval-interval (default: that)",
+        low=1,
+        strict=True,
+        needs="eval_tasks",
+    )
+    eval_tasks_limit: int | None = option(
+        None, "examples of each task (default: all)", low=1, strict=True, needs="eval_tasks"
+    )
     seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=ORDER)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option(
@@ -518,6 +539,10 @@ class TrainingConfig:
     device: str = option(
         "auto", "device; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda"), small="cpu"
     )
+
+    @property
+    def tasks(self) -> list[str]:
+        return [name for word in self.eval_tasks for name in word.split(",") if name]
 
     @property
     def balance_weights(self) -> Mapping[str, float]:

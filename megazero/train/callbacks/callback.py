@@ -48,6 +48,9 @@ class WatchedRun(Protocol):
     def stop(self, why: str) -> None:
         """Save and stop after the next iteration, in whose exchange the ranks agree. One rank is enough."""
 
+    def asked_to_stop(self) -> bool:
+        """Tell whether the run is to stop, the same on every rank. Collective."""
+
     def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
         """Return the loss over --eval-iters global batches. Collective. None if the run is to stop before the end."""
 

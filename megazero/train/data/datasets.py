@@ -30,10 +30,10 @@ JUDGED, ALIKE = 65_536, 0.05
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     """Describe the run's tokenizer: without --tokenizer-type a null one of --vocab-size."""
-    return _tokenizer(config).info
+    return run_tokenizer(config).info
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer:
+def run_tokenizer(config: RunConfig) -> Tokenizer:
     data = config.data
     if data.tokenizer_type is None:
         return NullTokenizer(config.model.vocabulary - 1)
@@ -94,7 +94,7 @@ def _opened(
     """
     data = config.data
     masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask, data.goldfish
-    change = FillInTheMiddle.of(data, _tokenizer(config)) if data.fim_data else None
+    change = FillInTheMiddle.of(data, run_tokenizer(config)) if data.fim_data else None
     spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change)
     of_run = _parts(data)
     parts = {split: (part, spec) for split, part in of_run.items()}

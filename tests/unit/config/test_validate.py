@@ -113,7 +113,11 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --data-stages {"seq-length":64} -> --data-stages: seq-length 64; --seq-length 64
 --data-stages {"until":16,"seq-length":22} {} CP --tensor-model-parallel-size 2 --sequence-parallel --cp-comm-type
     all_gather -> --data-stages: --seq-length 22; --context-parallel-size 2 x --tensor-model-parallel-size 2; 20 or 24
---data-stages {"until":16,"seq-length":24} {} --step-batch-size-schedule 0:16 -> --step-batch-size-schedule; --data-stages
+--data-stages {"until":16,"seq-length":24} {} --step-batch-size-schedule 0:16
+    -> --step-batch-size-schedule; --data-stages
+--eval-tasks piqa -> --eval-tasks piqa; --tokenizer-type
+--eval-tasks-limit 5 -> --eval-tasks-limit 5; --eval-tasks
+--eval-interval 4 --eval-tasks-interval 6 -> --eval-tasks-interval 6; --eval-interval 4; 4 or 8
 --data-stages {"until":16,"global-batch-size":32} {} --rampup-batch-size 16,16,64 --global-batch-size 32
     -> --rampup-batch-size; --data-stages
 --eval-global-batch-size 40 -> --eval-global-batch-size 40; 32 or 48
