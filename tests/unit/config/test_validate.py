@@ -339,7 +339,7 @@ EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 --train-tokens 0 --global-batch-size 16 -> --train-tokens 0
 --lr-warmup-tokens 100 --global-batch-size 16 -> --lr-warmup-tokens; --lr-decay-tokens; --lr-warmup-samples
 --tensorboard-queue 5 -> --tensorboard-queue; --tensorboard-queue-size
---rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --finetune
+--rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --data-stages
 OUTER --outer-replicas 3 -> --outer-replicas; 2
 --outer-bits 4 -> --outer-bits 4; --outer-interval
 --outer-replicas 2 -> --outer-replicas 2; --outer-interval
