@@ -349,7 +349,7 @@ OUTER --outer-replicas 3 -> --outer-replicas; --outer-meet
 OUTER --train-iters 9 --global-batch-size 8 -> --train-iters 9; --outer-meet; --train-samples 144
 OUTER --outer-meet here -> --outer-meet here; local:2
 OUTER --outer-ranks 12 -> --outer-ranks 12; 16
-OUTER --data-stages {"until":16,"seq-length":32} {} -> --data-stages; --outer-meet; one seq-length
+OUTER --data-stages {"until":16,"seq-length":16} {} -> --data-stages; --outer-meet; one seq-length
 OUTER --outer-name a -> --outer-meet local:2; --outer-name
 OUTER --skip-train-iteration-range 2-3 -> --skip-train-iteration-range; --outer-meet
 OUTER --outer-min-lr 0.1 -> --outer-min-lr; --outer-lr-decay-style linear
