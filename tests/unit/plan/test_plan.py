@@ -33,7 +33,7 @@ from megazero.plan.communication import ExpertRows
 from megazero.plan.estimate import least_memory
 from megazero.plan.layout import Layout, TimedHop
 from megazero.plan.options import read_request
-from megazero.plan.report import layout_flags
+from megazero.plan.report import layout_flags, stage_lines
 from megazero.plan.search import SIMULATED, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
