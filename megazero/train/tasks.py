@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -131,12 +131,16 @@ def find_tasks(tasks: Sequence[str], first: bool) -> None:
     Raises ValueError on every rank.
     """
 
-    def load() -> None:
-        from lm_eval.tasks import TaskManager
+    doing = f"--eval-tasks {' '.join(tasks)}"
+    agree_local(world_group(), doing, lambda: _manager().load(list(tasks)) if first else None)
 
-        TaskManager().load(list(tasks))
 
-    agree_local(world_group(), f"--eval-tasks {' '.join(tasks)}", load if first else lambda: None)
+@cache
+def _manager() -> Any:
+    """Return lm-eval's table of its tasks, which takes seconds to make."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 Tell = Callable[[Callable[[], bytes]], bytes]
@@ -184,7 +188,13 @@ def _harness(
     model = Model(ask, scorer.most, scorer.config.model.seq_length, tokenizer)
     # Seeds of its few-shot examples are its own; torch's generators are the training's.
     told = simple_evaluate(
-        model, tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=False, torch_random_seed=None
+        model,
+        tasks=list(tasks),
+        task_manager=_manager(),
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=False,
+        torch_random_seed=None,
     )
     return {
         f"{task}/{name.removesuffix(',none')}": float(value)
@@ -247,7 +257,8 @@ class _Model:
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Return the likeliest continuations. A token costs a forward of its whole context: there is no cache."""
-        texts = [_Text.of(*request.args, self.words, self.length) for request in requests]
+        asked = (request.args for request in requests)
+        texts = [_Text.of(context, options, self.words, self.length) for context, options in asked]
         while left := [text for text in texts if text.goes_on]:
             rows: list[Row] = [(text.tokens, [0] * len(text.tokens), 1) for text in left]
             for place, score in self._scored(rows):
