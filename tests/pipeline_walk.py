@@ -68,10 +68,10 @@ def _posted_by(rank: int, schedule: Schedule, pp: int, after: Mapping[Message, i
     axis = SimpleNamespace(ranks=range(pp), index=rank, size=pp, gather_group=None, reduce_group=None)
     grid = SimpleNamespace(link=lambda a, b: "intra_node")
     mesh = SimpleNamespace(device=torch.device("cpu"), rank=rank, pp=axis, grid=grid)
-    links = Links(mesh, (1,), torch.float32, Traffic(), lambda: False, Waits())  # type: ignore[arg-type]
+    links = Links(mesh, torch.float32, Traffic(), lambda: False, Waits())  # type: ignore[arg-type]
     links._watched = lambda direction, other, work: work  # type: ignore[method-assign]
     with patch.object(dist, "irecv", irecv):
-        links.open(every, after)
+        links.open((1,), every, after)
         for action in schedule[rank]:
             if message := wanted(action, stage_count(schedule), pp):
                 links.receive(message, message.source_stage % pp)

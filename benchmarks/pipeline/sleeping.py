@@ -127,6 +127,9 @@ class NoEngine:
 class Whole:
     """Messages are the activations as they are."""
 
+    def fit(self, micro_batch: None) -> tuple[int, ...]:
+        return SHAPE
+
     def pack(self, x: Tensor) -> Tensor:
         return x
 
@@ -154,7 +157,7 @@ def sleeping_pipeline(case: Case, mesh: Mesh) -> tuple[Pipeline, SleepingStage]:
     """Return this rank's part of the case, and its stage."""
     deferred = SleepingWeights(case.of_stage.backward_weight)
     stage, engine = SleepingStage(case.of_stage, deferred), NoEngine()
-    links = Links(mesh, SHAPE, torch.float32, Traffic(), engine.poll, Waits())
+    links = Links(mesh, torch.float32, Traffic(), engine.poll, Waits())
     stages = partition(case.pp * case.virtual, case.pp, case.virtual)
     return Pipeline(stages, case.schedule, stage, engine, links, Whole(), deferred), stage
 

@@ -84,7 +84,7 @@ def _operation(
 
 def _messages(mesh: Mesh, size: int) -> tuple[int, Operation, int]:
     """Return an operation in which neighbouring stages send each other one message after the other."""
-    links = Links(mesh, (size,), torch.uint8, Traffic(), lambda: False, Waits())
+    links = Links(mesh, torch.uint8, Traffic(), lambda: False, Waits())
     pairs = [(stage, stage + 1) for stage in range(0, mesh.pp.size - 1, 2)]
     links.connect(pairs)
     own = mesh.pp.index
@@ -94,7 +94,7 @@ def _messages(mesh: Mesh, size: int) -> tuple[int, Operation, int]:
     def there_and_back() -> None:
         if other is None:
             return
-        links.open({other: [message]}, {message: 0})
+        links.open((size,), {other: [message]}, {message: 0})
         if own < other:
             links.send(tensor, other)
             links.receive(message, other)

@@ -8,6 +8,7 @@ options need to have an effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from megazero.config.errors import ConfigError
@@ -32,11 +33,27 @@ Rule = Callable[[RunConfig], Iterator[str]]
 
 
 def _ramp(config: RunConfig) -> Iterator[str]:
-    if config.batch.step_batch_size_schedule or config.batch.global_batch_size is not None:
+    batch = config.batch
+    if batch.step_batch_size_schedule or config.data.data_stages or batch.global_batch_size is not None:
         try:
             BatchSizes.of(config, 1)
         except ValueError as error:
             yield f"{error}"
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    """Report stages whose samples are longer than the run's, and those that do not end with a global batch."""
+    longest, training = config.model.seq_length, config.training
+    with suppress(ValueError):  # reported with the batches
+        stages, sizes = config.training_stages, BatchSizes.of(config, 1)
+        if (length := max(stage.seq_length for stage in stages)) > longest:
+            yield (
+                f"--data-stages: seq-length {length} exceeds --seq-length {longest}, which the longest samples have; "
+                f"nearest: --seq-length {length}"
+            )
+        if len(stages) > 1 and config.checkpoint.load is None and config.batch.global_batch_size is not None:
+            end = training.train_samples or sizes.consumed_after(training.train_iters or 0)
+            yield from sizes.uneven_stages(config, 0, end)
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -249,6 +266,15 @@ def _retention(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _tasks(config: RunConfig) -> Iterator[str]:
+    every, tasks = config.training.eval_interval, config.training.eval_tasks_interval
+    if tasks and every and tasks % every:
+        yield (
+            f"--eval-tasks-interval {tasks} is not a multiple of --eval-interval {every}; nearest: "
+            f"{multiples_around(tasks, every)}"
+        )
+
+
 def _profiled_steps(config: RunConfig) -> Iterator[str]:
     start, end = config.profiling.profile_step_start, config.profiling.profile_step_end
     if end <= start:
@@ -312,6 +338,22 @@ def _attention(config: RunConfig) -> Iterator[str]:
     yield from context_rules.backend(config, config.context_levels(None)[1])
 
 
+def at_each_length(rule: Callable[..., Iterator[str]]) -> Callable[..., Iterator[str]]:
+    """Return the rule as it judges the samples of stages, too, that have another length than the run's."""
+
+    def judged(config: RunConfig, *of: Any) -> Iterator[str]:
+        told = list[str]()
+        for line in rule(config, *of):  # not a list of it: the lines before what is not judged count
+            told.append(line)
+            yield line
+        with suppress(ValueError):  # stages that are none are reported elsewhere
+            for length in {stage.seq_length for stage in config.training_stages} - {config.model.seq_length}:
+                lines = (line for line in rule(config.at_length(length), *of) if line not in told)
+                yield from (f"--data-stages: {line}" for line in lines)
+
+    return judged
+
+
 def _of_model(rule: Callable[[ModelConfig], Iterator[str]]) -> Rule:
     return lambda config: rule(config.model)
 
@@ -320,16 +362,19 @@ RULES: tuple[Rule, ...] = (
     *map(_of_model, model_rules.RULES),
     lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
     _of_model(model_rules.sequence),
-    lambda c: model_rules.tensor_parallel(
-        c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
+    at_each_length(
+        lambda c: model_rules.tensor_parallel(
+            c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
+        )
     ),
     context_rules.mechanism,
     context_rules.order,
-    context_rules.shares,
+    at_each_length(context_rules.shares),
     pipeline_rules.virtual,
     pipeline_rules.schedule,
     pipeline_rules.layers_per_stage,
     _ramp,
+    _stages,
     _length,
     _units,
     _schedule,
@@ -341,13 +386,14 @@ RULES: tuple[Rule, ...] = (
     _fragments,
     _vocabulary,
     _profiled_steps,
-    _attention,
+    at_each_length(_attention),
     _compiled,
     _largest_scores,
     _loss_scale,
     _fp8,
     _implementations,
     _retention,
+    _tasks,
     _missing_checkpoint,
     _skipped_ranges,
     _planned,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, Self, get_type_hints
 
 from megazero.comm.wire import Coding
 from megazero.config.errors import ConfigError
@@ -18,6 +18,7 @@ from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
 from megazero.config.model.section import ModelConfig, as_trained, complete
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.data_inputs import SPLITS
+from megazero.config.options.data_stages import DataStage, parse_stages
 from megazero.config.options.fields import Option, convert, section_of, section_options
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import (
@@ -73,10 +74,7 @@ _ORDER = (
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
 _BLOOM = "BLOOM and Falcon RW had it, and nobody has pretrained so since 2023"
-_LENGTHS = (
-    "samples have --seq-length tokens throughout: train at short ones first, and go on with --load DIR --finetune at "
-    "the full length"
-)
+_LENGTHS = "--data-stages says from which sample on samples have which seq-length"
 _COPY = "a batch script copies what --save holds (rsync -a); `megazero inspect` checks a copy: leave it out"
 _WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
@@ -290,6 +288,19 @@ class RunConfig:
     def own_length(self) -> int:
         """Return how many tokens of a sample a rank has; under sequence parallelism its tensor-parallel group."""
         return self.model.seq_length // self.parallel.context_parallel_size
+
+    @property
+    def training_stages(self) -> tuple[DataStage, ...]:
+        """Return the stages of training with their lengths in tokens. Raises ValueError: ``parse_stages``."""
+        length = self.model.seq_length
+        return tuple(
+            replace(stage, seq_length=stage.seq_length or length)
+            for stage in parse_stages(self.data.data_stages)
+        )
+
+    def at_length(self, seq_length: int) -> Self:
+        """Return the configuration for samples of so many tokens."""
+        return replace(self, model=replace(self.model, seq_length=seq_length))
 
     @property
     def virtual_stages(self) -> int:

@@ -18,7 +18,7 @@ from megazero.config.nearest import multiples_around
 from megazero.config.options.data_inputs import PARTS
 from megazero.config.options.fields import Unjudged, fault, guarded
 from megazero.config.options.needs import without_effect
-from megazero.config.rules import RULES, fp8_share, idle_router
+from megazero.config.rules import RULES, at_each_length, fp8_share, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.families.layer_kinds import mixers
@@ -145,9 +145,9 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
         yield f"--eval-global-batch-size {evaluated} is not a multiple of {rule}; nearest: {near}"
     with suppress(ValueError):  # reported elsewhere
         first = BatchSizes.of(config, d).batch_size(0)
-        if sizes.resized_by and first % quantum and config.checkpoint.load is None:
-            near = multiples_around(first, quantum)
-            yield f"{sizes.resized_by} starts at {first}, which is not a multiple of {rule}; nearest: {near}"
+        if first != batch and first % quantum and config.checkpoint.load is None:
+            near, flag = multiples_around(first, quantum), sizes.resized_by or "--data-stages"
+            yield f"{flag} starts at {first}, which is not a multiple of {rule}; nearest: {near}"
 
 
 def _shard_chain(config: RunConfig) -> Iterator[str]:
@@ -240,7 +240,7 @@ def _over_nodes(config: RunConfig, world: World) -> Iterator[str]:
 
 
 # Rules over the size of the world, where ranks divide evenly. Before nodes are known, those judge that hold for any.
-LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes, shares_of_ranks)
+LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, at_each_length(_over_nodes), shares_of_ranks)
 # What is not as one may expect of a legal configuration.
 NOTES: tuple[Callable[[RunConfig, World | None], Iterable[str]], ...] = (
     lambda config, _: idle_router(config),

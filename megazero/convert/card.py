@@ -53,6 +53,7 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
         "dtype": ", ".join(dtypes),
         "parameters": f"{sum(t.nbytes // t.dtype.itemsize for t in source.tensors):,}",
     }
+    facts |= {name: f"{value:.4g}" for name, value in losses.items() if "lm_loss" not in name}
     front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if HUB_NAME.fullmatch(hub := base.split()[-1]):  # also of a run that began from another run of it
         front |= {"base_model": hub}

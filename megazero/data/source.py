@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any, Protocol
 
@@ -92,8 +93,55 @@ class DatasetSource(SampleSource):
 
     def load_state(self, state: Any) -> None:
         if not isinstance(state, int):
-            raise ValueError(
-                f"the checkpoint stands at {state!r} of data of another kind: name the data that it was trained on, "
-                "or start a new run from its weights (--finetune)"
-            )
+            raise wrong_kind(state)
         self._next = state
+
+
+class StagedSource(SampleSource):
+    """One source after the other. Its state is how many samples are consumed, and the state of the source in use.
+
+    sources: by the number of samples that are consumed before the first of each, which ascends from 0. A number alone
+    is a state, too, if it is one of the source in use, counted from its first sample.
+    """
+
+    def __init__(self, sources: Mapping[int, SampleSource]) -> None:
+        self.sources, self.begins, self._consumed = dict(sources), [*sources], 0
+        self.samples = self.begins[-1] + sources[self.begins[-1]].samples
+
+    def batch(self, count: int, own: range) -> list[Sample]:
+        made, done = list[Sample](), 0
+        while done < count:
+            begin = self._begin(self._consumed)
+            end = next((each for each in self.begins if each > begin), math.inf)
+            taken = int(min(count - done, end - self._consumed))
+            part = range(max(own.start - done, 0), min(own.stop - done, taken))
+            made += self.sources[begin].batch(taken, part)
+            done, self._consumed = done + taken, self._consumed + taken
+        return made
+
+    def state(self) -> Any:
+        return {"consumed": self._consumed, "source": self.sources[self._begin(self._consumed)].state()}
+
+    def whole_state(self, state: Any) -> Any:
+        source = self.sources[self._begin(state["consumed"])]
+        return {**state, "source": source.whole_state(state["source"])}
+
+    def load_state(self, state: Any) -> None:
+        consumed = state["consumed"] if isinstance(state, dict) and "consumed" in state else state
+        if not isinstance(consumed, int):
+            raise wrong_kind(state)
+        begin, self._consumed = self._begin(consumed), consumed
+        for source in self.sources.values():
+            source.load_state(0)
+        self.sources[begin].load_state(consumed - begin if state is consumed else state["source"])
+
+    def _begin(self, consumed: int) -> int:
+        """Return where the source begins that has the sample after ``consumed``."""
+        return self.begins[bisect_right(self.begins, consumed) - 1]
+
+
+def wrong_kind(state: Any) -> ValueError:
+    return ValueError(
+        f"the checkpoint stands at {state!r} of data of another kind: name the data that it was trained on, "
+        "or start a new run from its weights (--finetune)"
+    )

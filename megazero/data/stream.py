@@ -38,7 +38,7 @@ from megazero.data.records import (
     place_of,
     records_of,
 )
-from megazero.data.source import OpenPart, SampleSource
+from megazero.data.source import OpenPart, SampleSource, wrong_kind
 from megazero.data.store import FileStore
 from megazero.data.workers import Workers
 from megazero.mesh.objects import gather_objects
@@ -275,10 +275,7 @@ class StreamSource(SampleSource):
 
     def load_state(self, state: Any) -> None:
         if state and not (isinstance(state, dict) and "stream" in state):
-            raise ValueError(
-                f"the checkpoint stands at {state!r} of data of another kind: name the data that it was trained on, "
-                "or start a new run from its weights (--finetune)"
-            )
+            raise wrong_kind(state)
         if state and state["stream"] != self.fingerprint:
             raise ValueError(
                 "the files of the stream, or --stream-shards, are others than when the checkpoint was written, so "

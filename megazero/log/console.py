@@ -16,7 +16,6 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as Remaining
 
 from megazero.config.options.skipping import due
 from megazero.log.metrics import IterationMetrics, average, perplexity
@@ -60,7 +59,7 @@ class TrainConsole:
     def __enter__(self) -> TrainConsole:
         if self._progress is not None:
             self._task = self._progress.add_task(
-                "training", total=self._total, completed=self._begin, loss=""
+                "training", total=self._total, completed=self._begin, loss="", left=""
             )
             self._progress.start()
         return self
@@ -91,7 +90,9 @@ class TrainConsole:
             return
         self._pending.append(metrics)
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.iteration, loss=f"loss {metrics.lm_loss:.4f}")
+            left = duration(_seconds_left(average(self._pending), self._total))
+            loss = f"loss {metrics.lm_loss:.4f}"
+            self._progress.update(self._task, completed=metrics.iteration, loss=loss, left=left)
         since, self._reached = self._reached, metrics.iteration
         silent = sum(each.iteration_time_s for each in self._pending)
         early = self._progress is None and (since == self._begin or silent >= LINE_S)
@@ -148,8 +149,15 @@ def interval_line(mean: IterationMetrics, total: int, clock: str) -> str:
     ]
     parts += [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
     parts += _experts(mean) + ([f"skipped {skipped}"] if skipped else [])
-    left = (total - mean.iteration) * mean.iteration_time_s
+    left = _seconds_left(mean, total)
     return " | ".join(parts + ([f"left {duration(left)}"] if left else []))
+
+
+def _seconds_left(mean: IterationMetrics, total: int) -> float:
+    """Return the seconds to the last iteration, ``total``: by tokens, since batches and samples may have grown."""
+    if (tokens := mean.extra.get("tokens_left")) is not None and mean.tokens_per_s:
+        return float(tokens) / mean.tokens_per_s
+    return (total - mean.iteration) * mean.iteration_time_s
 
 
 def _sent(mean: IterationMetrics) -> Iterator[str]:
@@ -185,9 +193,7 @@ def _progress(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        Remaining(),
+        TextColumn("left {task.fields[left]}"),
         console=console,
         transient=True,
-        speed_estimate_period=600.0,  # rich's 30 s knows no time left when an iteration takes longer
     )

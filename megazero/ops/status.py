@@ -91,19 +91,20 @@ class RunFiles:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the speed of the latest iterations; None if the speed or the length is not known.
+        """At the speed of the latest iterations, in tokens; None if the speed or the length is not known.
 
         The speed is the clock's, so evaluations and saves count. Iterations of --skip-train-iteration-range took no
         time.
         """
         latest, last = self.latest, self.last_iteration
         times = [when(line) for line in (latest[0], latest[-1])] if latest else []
-        passed = (each["iterations"] for line in latest[1:] for each in line.get("left_out", ()))
-        done = latest[-1]["iteration"] - latest[0]["iteration"] if latest else 0
-        done -= sum(end - begin + 1 for begin, end in passed)
+        done = sum(line["tokens_per_s"] * line["iteration_time_s"] for line in latest[1:])
         if last is None or done <= 0 or not times[0] or not times[1]:
             return None
-        return max(0, last - self.iteration) * (times[1] - times[0]).total_seconds() / done
+        left = latest[-1].get("tokens_left")
+        if left is None:  # of an earlier version, whose iterations count as the latest do
+            left = max(0, last - self.iteration) * done / len(latest[1:])
+        return float(left) * (times[1] - times[0]).total_seconds() / done
 
 
 def read_run(log_dir: str | os.PathLike[str]) -> RunFiles:

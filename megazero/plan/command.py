@@ -25,6 +25,7 @@ from megazero.plan.report import (
     headline,
     layout_flags,
     source_of_rates,
+    stage_lines,
     table,
     write_json,
 )
@@ -59,7 +60,7 @@ def plan(request: PlanRequest) -> int:
     print(headline(first.layout.config, cluster))
     print("\n".join([*table(best), source_of_rates(cluster)]))
     flags = shlex.join(layout_flags(first.layout.config))
-    print("\n".join(["", "The first:", *details(first), "flags:", flags]))
+    print("\n".join(["", "The first:", *details(first), *stage_lines(first.layout), "flags:", flags]))
     path = Path(options.plan_output) / "plan.json"
     write_json(path, cluster, request.loss_policy, request.values, best)
     print(f"\n{path}: all of it")

@@ -145,11 +145,14 @@ def _not_beside_schemes(options: PlanConfig, values: Mapping[str, Any]) -> Itera
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options with placeholders that a configuration needs and a plan does not depend on."""
-    options, masks = all_options(), ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    options, kept = (
+        all_options(),
+        ("reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_stages"),
+    )
     done = {
         name: value
         for name, value in values.items()
-        if name not in options or options[name].section != "data" or name in masks
+        if name not in options or options[name].section != "data" or name in kept
     }
     done |= NO_DATA
     done["vocab_size"] = run_vocabulary(values.get("tokenizer_type"), values.get("vocab_size"))
@@ -174,6 +177,8 @@ def _model_errors(values: dict[str, Any]) -> list[str]:
         errors.append(
             "--global-batch-size is required: the planner chooses the micro-batches that it is cut into"
         )
+    if values.get("data_stages") and not (values.get("train_iters") or values.get("train_samples")):
+        return [*errors, "--data-stages needs --train-iters or --train-samples: how long the last stage is"]
     try:
         make_config({"micro_batch_size": 1, **with_stand_ins(values)})
     except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
 from megazero.config.options.sections import TOPK
 from megazero.config.run import all_options
+from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.files import write_text
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory
 from megazero.plan.search import CHOICES, LEVELS, PARALLEL, STAGES, ZERO, Found, Search, smallest_layout
-from megazero.plan.simulate import BILL, Timing
+from megazero.plan.simulate import BILL, Timing, simulate
 
 FORMATS = (
     "zero_params_lifetime",
@@ -149,6 +151,30 @@ def details(found: Found) -> list[str]:
         f"GiB of a rank: {layout.memory.total / GIB:.2f} of {layout.room / GIB:.2f} = {memory_items(layout.memory)}",
         f"{tokens_per_second(layout, timing.seconds):,.0f} tokens per second",
     ]
+
+
+def stage_lines(layout: Layout) -> list[str]:
+    """Return a line for each stage of training, where there are several: its steps, and how long they take."""
+    config, base = layout.config, layout.base
+    sizes, stages, lines = BatchSizes.of(config, base.batch_ranks), config.training_stages, list[str]()
+    end = config.training.train_samples or sizes.consumed_after(config.training.train_iters or 0)
+    for stage in stages if len(stages) > 1 else ():
+        batch = sizes.batch_size(stage.begin)
+        steps = (min(stage.end or end, end) - stage.begin) // batch
+        said = f"stage from sample {stage.begin:,} on: {steps:,} steps of {batch} x {stage.seq_length} tokens"
+        if batch % sizes.quantum:
+            lines.append(
+                f"{said}, which needs other ranks or micro-batches: the batch is no multiple of {sizes.quantum}"
+            )
+            continue
+        own = replace(
+            config.at_length(stage.seq_length), batch=replace(config.batch, global_batch_size=batch)
+        )
+        seconds = simulate(
+            Layout(BaseLayout(own, base.world, base.cluster, base.collectives), own.zero)
+        ).seconds
+        lines.append(f"{said}, {seconds:.3g} s each, {steps * seconds / 3600:.3g} hours")
+    return lines
 
 
 def as_dict(layout: Layout, timing: Timing, formats: str) -> dict[str, Any]:

@@ -47,8 +47,12 @@ class WeightGradients(Protocol):
 
 
 class ActivationSlice(Protocol):
-    """Which part of an activation travels between stages, and how the whole is reassembled."""
+    """Which part of an activation travels between stages, and how the whole is reassembled.
 
+    ``fit`` takes the size of a step's activations from a micro-batch, and returns the shape of their messages.
+    """
+
+    def fit(self, micro_batch: Any) -> Sequence[int]: ...
     def pack(self, x: Tensor) -> Tensor: ...
     def unpack(self, x: Tensor) -> Tensor: ...
 
@@ -110,7 +114,8 @@ class Pipeline:
         return total
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor | None:
-        """Run forwards only. Returns the micro-batches' losses [k] on ranks with the last stage, None elsewhere."""
+        """Run forwards only. Returns what the last stage makes of the micro-batches, losses [k] say, in fp64; None on
+        ranks without it."""
         plan = self._of_rank(make_evaluation(self.size, len(self.own), len(micro_batches)))
         losses = self._run_plan(plan, self._evaluate, micro_batches)
         return torch.stack(losses).double() if losses else None
@@ -122,7 +127,7 @@ class Pipeline:
     ) -> list[Tensor]:
         """Run every action and its messages. Returns the losses that ``run`` gives."""
         losses: list[Tensor] = []
-        self.links.open(plan.incoming, plan.after)
+        self.links.open(self.carrier.fit(micro_batches[0]), plan.incoming, plan.after)
         try:
             for action in plan.actions:
                 with self._naming(action):

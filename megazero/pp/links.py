@@ -34,7 +34,7 @@ POLL_S = 0.0005  # how often the engine's chains are looked at while a stage wai
 
 
 class Links:
-    """This rank's messages with the other pipeline ranks. All have one shape and dtype.
+    """This rank's messages with the other pipeline ranks. All of a step have one shape, and all one dtype.
 
     ``shape`` and ``dtype`` are those of a message as it travels. ``poll`` is called while the host waits, and returns
     True if there is more for it to do. ``waits`` times each of these waits, and those of the stream.
@@ -43,13 +43,13 @@ class Links:
     def __init__(
         self,
         mesh: Mesh,
-        shape: Sequence[int],
         dtype: torch.dtype,
         traffic: Traffic,
         poll: Callable[[], bool],
         waits: Waits,
     ) -> None:
-        self.mesh, self.shape, self.dtype, self.traffic = mesh, tuple(shape), dtype, traffic
+        self.mesh, self.dtype, self.traffic = mesh, dtype, traffic
+        self.shape: tuple[int, ...] = ()
         self.poll, self.waits = poll, waits
         self.threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
         self.expected: dict[int, deque[Message]] = {}  # by source, not posted yet
@@ -75,8 +75,10 @@ class Links:
                 elif own == target:
                     dist.recv(token, ranks[source], group=group)
 
-    def open(self, expected: Mapping[int, Sequence[Message]], after: Mapping[Message, int]) -> None:
-        """Begin a step or an evaluation. Raises RuntimeError after ``abort``.
+    def open(
+        self, shape: Sequence[int], expected: Mapping[int, Sequence[Message]], after: Mapping[Message, int]
+    ) -> None:
+        """Begin a step or an evaluation, whose messages have this shape. Raises RuntimeError after ``abort``.
 
         ``expected`` holds the messages to receive, by source rank, in the order of sending. ``after`` says for each
         message how many own actions must be issued before its receive may be posted (timeline.py: post_after).
@@ -86,6 +88,7 @@ class Links:
                 "a step of this pipeline was broken off, and messages match by order alone: what was on its way "
                 "would be taken for this step's; start the ranks anew"
             )
+        self.shape = tuple(shape)
         self.expected = {source: deque(messages) for source, messages in expected.items()}
         self.posted = {source: {} for source in expected}
         self.after, self.issued = after, 0

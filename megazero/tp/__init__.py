@@ -5,7 +5,7 @@ from megazero.tp.context import TensorParallel, reduce_output, sequence_slice, w
 from megazero.tp.cross_entropy import IGNORED_LABEL, PIECES, LossPieces, vocab_parallel_cross_entropy
 from megazero.tp.deferred import DeferredGradients
 from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from megazero.tp.vocabulary import VocabParallelEmbedding, VocabShard
+from megazero.tp.vocabulary import VocabParallelEmbedding, VocabShard, vocab_parallel_argmax
 
 __all__ = [
     "IGNORED_LABEL",
@@ -21,6 +21,7 @@ __all__ = [
     "column_parallel",
     "reduce_output",
     "sequence_slice",
+    "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
     "whole",
 ]

@@ -91,3 +91,17 @@ class VocabParallelEmbedding(nn.Module):
         local, elsewhere = self.shard.localise(tokens)
         partial = _embedding(local, self.weight, self.tp.deferred).masked_fill(elsewhere.unsqueeze(-1), 0)
         return reduce_output(partial, self.tp)
+
+
+def vocab_parallel_argmax(logits: Tensor, shard: VocabShard, tp: TensorParallel) -> Tensor:
+    """Return the word of the largest of all ranks' logits [..., rows], int64 [...], the first of equal ones' ranks.
+
+    It is the same on every rank of the axis.
+    """
+    most, own = logits[..., : max(shard.valid, 1)].max(-1)
+    if tp.size == 1:
+        return own
+    most = most if shard.valid else torch.full_like(most, -torch.inf)
+    parts = tp.start_gather(torch.stack((most.double(), (own + shard.start).double())).unsqueeze(0)).wait()
+    largest = parts[:, 0] == parts[:, 0].amax(0)
+    return parts[:, 1].masked_fill(~largest, torch.inf).amin(0).long()

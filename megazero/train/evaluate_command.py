@@ -11,6 +11,8 @@ from typing import NoReturn
 from megazero.config import ConfigError, RunConfig, World, begun, run_command
 from megazero.config.layout.shards import AUTO, QUANTISED
 from megazero.config.model.published import is_published
+from megazero.config.options.data_inputs import PARTS
+from megazero.config.options.data_sources import NO_DATA
 from megazero.config.read.beginning import Beginning, read_beginning
 from megazero.config.read.flags import read_flags
 from megazero.config.read.parse import make_run, read_layers
@@ -28,8 +30,9 @@ USAGE = """usage: megazero evaluate --load DIR [--nproc-per-node N] [flags of tr
 Measures the mean loss of a checkpoint, or of a Hugging Face folder (hf:DIR), on the validation and test data of
 training's flags: up to --eval-iters global batches of each, which are those of the run's own evaluations. Any layout
 may have written the checkpoint, and any layout reads it. The flags of a training may be given as they are: what only
-training uses changes nothing, and weights are sent exactly. --split 0,1,0 evaluates all of the data. Nothing is
-written but the index of samples beside the data.
+training uses changes nothing, and weights are sent exactly. --split 0,1,0 evaluates all of the data. With --tasks
+hellaswag,arc_easy it evaluates tasks of lm-eval's harness, too, and data only if they are named. Nothing is written
+but the index of samples beside the data.
 Exit status 0: the losses are printed; 2: a flag, the checkpoint or the data is wrong.
 """
 SECTIONS = ("model", "parallel", "precision", "data")
@@ -37,10 +40,21 @@ OPTIONS = (
     *("micro_batch_size", "global_batch_size", "step_batch_size_schedule", "eval_global_batch_size"),
     *("zero_preset", "zero_stage", "zero_shard", "zero_hpz_partition_size", "zero_params_lifetime"),
     *("zero_prefetch_bytes", "zero_chunk_numel", "zero_unit_layers"),
-    *("eval_iters", "seed", "device", "attention_backend", "compile", "compile_backend"),
+    *(
+        "eval_iters",
+        "eval_tasks",
+        "eval_tasks_limit",
+        "seed",
+        "device",
+        "attention_backend",
+        "compile",
+        "compile_backend",
+    ),
     *("deterministic_mode", "distributed_timeout_minutes", "distributed_init_timeout_minutes"),
     *("load", "ckpt_step", "accept_field", "finetune"),
 )
+# What names data to evaluate on.
+DATA = ("data_path", "mock_data", *PARTS)
 # What a run must say, and an evaluation does not use; sgd without momentum keeps no states.
 NO_TRAINING = {"lr": 1.0, "train_iters": 1, "optimizer": "sgd", "sgd_momentum": 0.0}
 
@@ -75,7 +89,9 @@ def evaluation_config(flags: Sequence[str], world: World | None) -> RunConfig:
             said.errors.append(
                 beginning.error or f"--load {load} holds no checkpoint; name a folder of --save"
             )
-    if said.values.get("eval_iters") == 0:
+    if said.values.get("eval_tasks") and not any(said.values.get(name) for name in DATA):
+        said.values |= {**NO_DATA, "eval_iters": 0}
+    elif said.values.get("eval_iters") == 0:
         said.errors.append("--eval-iters 0 measures nothing; nearest: --eval-iters 1")
     if said.errors:
         raise ConfigError(said.errors)

@@ -14,12 +14,13 @@ from megazero.log.metrics import perplexity
 from megazero.mesh.launch import Launch
 from megazero.mesh.waiting import waiting
 from megazero.pp.executor import Pipeline
-from megazero.train.data.datasets import evaluation_sets, tokenizer_info, with_vocabulary
+from megazero.train.data.datasets import evaluation_sets, run_tokenizer, tokenizer_info, with_vocabulary
 from megazero.train.data.feeding import Feeding, own_tokens
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.origin import find_origin
+from megazero.train.tasks import Scorer, evaluate_tasks
 from megazero.zero import Engine
 
 
@@ -63,7 +64,7 @@ def mean_loss(
 
 
 def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
-    """Return a line for each data set of an evaluation (train/evaluate_command.py). Collective.
+    """Return a line for each data set and each metric of a task (train/evaluate_command.py). Collective.
 
     Raises ValueError, OSError or RankFailure: what a run with these flags would raise at its start.
     """
@@ -98,4 +99,8 @@ def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
         assert loss is not None  # nobody interrupts
         tokens = steps * batch * config.model.seq_length
         lines.append(f"{split} | loss {loss:.6f} | perplexity {perplexity(loss):.4g} | {tokens:,} tokens")
+    if tasks := config.training.tasks:
+        scorer = Scorer(config, mesh, decoder, engine, pipeline)
+        found = evaluate_tasks(scorer, run_tokenizer(config), tasks, config.training.eval_tasks_limit)
+        lines += [f"{name} | {value:.6f}" for name, value in (found or {}).items()]
     return lines

@@ -26,7 +26,7 @@ from megazero.ops.memory import host_memory, mapped_memory, peak_memory, residen
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
-from megazero.plan.report import describe, layout_flags, memory_items, size_unit, table
+from megazero.plan.report import describe, layout_flags, memory_items, size_unit, stage_lines, table
 from megazero.plan.search import CHOICES, ZERO, Search, smallest_layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
@@ -100,7 +100,9 @@ class Forecast:
             )
         meets = f", and {self.met:.4g} s more in every {self.interval}." if self.met else ""
         return lines + (
-            [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{meets}"]
+            []
+            if self.seconds is None
+            else [f"predicted time of a step: {self.seconds:.4g} s{meets}", *stage_lines(self.layout)]
         )
 
     def facts(self, device: torch.device) -> dict[str, Any]:

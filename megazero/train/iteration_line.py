@@ -22,11 +22,14 @@ def iteration_line(
     progress: Progress,
     rates: Mapping[str, float],
     scale: Mapping[str, Any],
+    tokens_left: int,
 ) -> IterationMetrics:
-    """Return the line without the callbacks' part. rates: the schedule's values. scale: the loss scale's metrics."""
+    """Return the line without the callbacks' part. rates: the schedule's values. scale: the loss scale's metrics.
+    tokens_left: those that the run will take.
+    """
     totals = [f"{link}_bytes" for link in mesh.links]
     others = {name: rate for name, rate in rates.items() if name != "learning_rate"}
-    flops = training_flops(model, [model.seq_length], mesh.tp.size) * step.samples
+    flops = training_flops(model, [step.seq_length], mesh.tp.size) * step.samples
     return IterationMetrics(
         iteration=step.iteration,
         consumed_samples=progress.consumed_samples,
@@ -34,13 +37,14 @@ def iteration_line(
         grad_norm=step.info.grad_norm,
         learning_rate=rates["learning_rate"],
         iteration_time_s=step.seconds,
-        tokens_per_s=step.samples * model.seq_length / step.seconds,
+        tokens_per_s=step.tokens / step.seconds,
         tflops_per_rank=flops / step.seconds / mesh.world_size / 1e12,
         sent={total: step.traffic[total] for total in totals},
         memory_bytes=peak_memory(mesh.device),
         time_bill=step.bill,
         extra={
             "batch_size": step.samples,
+            "tokens_left": tokens_left,
             **others,
             **just_before(progress, step.iteration),
             **_of_engine(step.info),

@@ -12,7 +12,7 @@ Fixed order, and why:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -263,14 +263,15 @@ def shard_decoder(
 class MicroBatch(NamedTuple):
     """The samples of one forward pass on one rank, of whose sequences a context-parallel rank has its part.
 
-    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. further_labels,
+    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. read: without labels,
+    what makes the result of an evaluation of this rank's logits [b, s, rows]. further_labels,
     further_mask: as Further's, in training, where further tokens are predicted. dropout_key: the key
     that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'. decisions: as
     Decoder.forward's, for whoever replays or records them.
     """
 
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor | None
     loss_mask: Tensor
     dropout_key: int | None = None
     position_ids: Tensor | None = None
@@ -278,6 +279,7 @@ class MicroBatch(NamedTuple):
     decisions: Decisions | None = None
     further_labels: Tensor | None = None
     further_mask: Tensor | None = None
+    read: Callable[[Tensor], Tensor] | None = None
 
     @property
     def further(self) -> Further | None:
@@ -313,7 +315,7 @@ def build_pipeline(decoder: Decoder, engine: zero.Engine, config: RunConfig, mes
         """Run a stage on what the one before sent; the first takes the micro-batch's tokens."""
         x = batch.tokens if x is None else x
         scale = pipeline.loss_factor
-        return decoder.run_stage(
+        y = decoder.run_stage(
             stage,
             x,
             batch.labels,
@@ -324,12 +326,15 @@ def build_pipeline(decoder: Decoder, engine: zero.Engine, config: RunConfig, mes
             batch.decisions,
             batch.further,
         )
+        return batch.read(y) if batch.read is not None and stage.head else y
 
-    model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size
-    carrier = Slices((config.own_length, size, model.hidden_size), tp)
-    dtype = DTYPES[config.precision.params_dtype]
-    links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, engine.waits)
-    stages, schedule = config.stages(), config.pipeline_schedule
+    tp, dtype = decoder.tp, DTYPES[config.precision.params_dtype]
+    links = Links(mesh, dtype, engine.traffic, engine.poll, engine.waits)
+    carrier, stages, schedule = (
+        Slices(config.model.hidden_size, tp),
+        config.stages(),
+        config.pipeline_schedule,
+    )
     pipeline = Pipeline(stages, schedule, forward, engine, links, carrier, tp.deferred)
     return pipeline
 
@@ -339,20 +344,25 @@ class Slices:
 
     Under sequence parallelism a rank has only its slice [s / tp, b, h] anyway. Otherwise every rank has the whole
     activation [s, b, h], and the ranks of the next stage gather the slices inside their node (Narayanan et al. 2021,
-    section 4.1). Activations have the dtype of the parameters. shape: (s, b, h) of the whole activation.
+    section 4.1). Activations have the dtype of the parameters. A step's samples have one length.
     """
 
-    def __init__(self, shape: tuple[int, int, int], tp: TensorParallel) -> None:
-        self.tp = tp
-        length, batch, hidden = shape
-        self.shape = (length // tp.size, batch, hidden) if tp.sharded_sequence else shape
-        self.cuts = tp.size > 1 and not tp.sequence_parallel and prod(shape) % tp.size == 0
-        self.wire_shape = (prod(shape) // tp.size,) if self.cuts else self.shape
+    def __init__(self, hidden: int, tp: TensorParallel) -> None:
+        self.hidden, self.tp = hidden, tp
+        self.shape, self.cuts = tuple[int, ...](), False
+
+    def fit(self, micro_batch: MicroBatch) -> Sequence[int]:
+        """Take ``shape`` from a micro-batch of the step, and return that of what travels."""
+        batch, length = micro_batch.tokens.shape
+        size, sharded = self.tp.size, self.tp.sharded_sequence
+        self.shape = (length // size if sharded else length, batch, self.hidden)
+        self.cuts = size > 1 and not self.tp.sequence_parallel and prod(self.shape) % size == 0
+        return (prod(self.shape) // size,) if self.cuts else self.shape
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return the part of ``x`` (``shape``) that this rank sends (``wire_shape``)."""
+        """Return the part of ``x`` (``shape``) that this rank sends."""
         return x.reshape(self.tp.size, -1)[self.tp.rank] if self.cuts else x
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Return the activation (``shape``) of the received slice ``x`` (``wire_shape``). Collective over tp."""
+        """Return the activation (``shape``) of the received slice ``x``. Collective over tp."""
         return self.tp.start_gather(x).wait().view(self.shape) if self.cuts else x

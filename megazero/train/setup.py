@@ -47,11 +47,13 @@ from megazero.train.callbacks.reports import (
     Prediction,
     RoundingWatch,
     StragglerWatch,
+    TasksReport,
 )
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import (
     cut_short,
     make_datasets,
+    run_tokenizer,
     tokenizer_info,
     with_vocabulary,
 )
@@ -70,6 +72,7 @@ from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
 from megazero.train.state.origin import Origin, find_origin, leave_behind
 from megazero.train.state.progress import Progress
 from megazero.train.supervisor import Supervisor
+from megazero.train.tasks import Scorer
 from megazero.train.trainer import Trainer
 from megazero.zero import Engine
 
@@ -349,6 +352,9 @@ def _own_callbacks(config: RunConfig, launch: Launch, built: Built) -> Iterator[
         yield FurtherReport()
     if built.forecast:
         yield Prediction(built.forecast)
+    if config.training.tasks:
+        scorer = Scorer(config, engine.mesh, built.decoder, engine, built.pipeline)
+        yield TasksReport(scorer, run_tokenizer(config), config.training)
 
 
 def prepare(

@@ -52,8 +52,8 @@ class StepBatches(NamedTuple):
     """A rank's micro-batches of one step.
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
-    read, when the copies are done. tokens: how many tokens of the global batch count in the loss. samples: how many
-    samples the global batch has.
+    read, when the copies are done. tokens: how many tokens of the global batch count in the loss. samples,
+    seq_length: how many samples the global batch has, of how many tokens.
     """
 
     ids: Sequence[Sequence[int]]
@@ -61,6 +61,7 @@ class StepBatches(NamedTuple):
     device: Sequence[Batch]
     tokens: float
     samples: int
+    seq_length: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -115,6 +116,9 @@ class Trainer:
     def stop(self, why: str) -> None:
         self.exits.asked = why
 
+    def asked_to_stop(self) -> bool:
+        return self.exits.ask(self.mesh)
+
     def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
         return self._mean_loss(DatasetSource(data_set), stoppable)
 
@@ -129,7 +133,7 @@ class Trainer:
             source,
             steps=self.config.training.eval_iters,
             micro_batches=self.config.batch.evaluated_per_step(sizes.data_parallel) // sizes.quantum,
-            interrupted=lambda: stoppable and self._asked_to_stop(),
+            interrupted=lambda: stoppable and self.asked_to_stop(),
             anchor=self.config.outer.outer_evaluation == "anchor",
             advance=partial(self._evaluating, name or "validation"),
         )
@@ -261,7 +265,7 @@ class Trainer:
             consumed_samples=batches.consumed,
             source=batches.state,
             losses={**self.progress.losses, "lm_loss": loss},
-            tokens=self.progress.tokens + batch.samples * self.config.model.seq_length,
+            tokens=self.progress.tokens + batch.samples * batch.seq_length,
         )
         if self.replicas is not None:
             self._stand(batches)
@@ -271,6 +275,7 @@ class Trainer:
             loss=loss,
             info=info,
             samples=batch.samples,
+            seq_length=batch.seq_length,
             seconds=seconds,
             traffic=self.engine.traffic.take(),
             bill=self.bill.close(seconds),
@@ -291,7 +296,7 @@ class Trainer:
         device = [own_tokens(self.feeding.to_device(batch), self.mesh, further) for batch in host]
         with self.bill.span(self.engine.exchange_hop) if self.feeding.masked else nullcontext():
             tokens = self.feeding.valid_tokens([own_tokens(batch, self.mesh) for batch in host])
-        return StepBatches(ids, host, device, tokens, batches.consumed - consumed)
+        return StepBatches(ids, host, device, tokens, batches.consumed - consumed, host[0]["tokens"].shape[1])
 
     def _step(self, batch: StepBatches) -> StepInfo:
         """Run forwards, backwards and the update. ``exchange`` has the numbers of every rank then."""
@@ -355,6 +360,7 @@ class Trainer:
             self._evaluate("valid")
         if due and not self.exits.reason and (results := self.callbacks.evaluate()):
             self.outputs.results(self.progress, results)
+            self.progress = replace(self.progress, losses={**self.progress.losses, **results})
         self.progress = replace(self.progress, evaluation_pending=bool(due and self.exits.reason))
 
     def _evaluate(self, part: str, stoppable: bool = True) -> None:
@@ -366,9 +372,6 @@ class Trainer:
             self.callbacks.tell(Callback.evaluated, self.progress, name, loss)
             key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
-
-    def _asked_to_stop(self) -> bool:
-        return self.exits.ask(self.mesh)
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration
@@ -386,7 +389,8 @@ class Trainer:
     def _log(self, step: TrainedStep, rates: Mapping[str, float]) -> None:
         """Complete the iteration's line with what callbacks add, and hand it to them."""
         scale = self.scaling.metrics()
-        line = iteration_line(step, self.decoder.config, self.mesh, self.progress, rates, scale)
+        left = self.length.tokens_left(self.progress.consumed_samples)
+        line = iteration_line(step, self.decoder.config, self.mesh, self.progress, rates, scale, left)
         extra = self.callbacks.after_step(step, self.exchange.received, line.extra)
         self.callbacks.tell(Callback.logged, replace(line, extra=extra))
 

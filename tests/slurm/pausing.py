@@ -42,7 +42,7 @@ def main() -> None:
         )
     elif moment == "evaluation":
         at = EVALUATION
-        _before(Trainer, "_asked_to_stop", lambda run: pause() if run.progress.iteration == at else None)
+        _before(Trainer, "asked_to_stop", lambda run: pause() if run.progress.iteration == at else None)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -25,7 +25,7 @@ def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, 
     """
     verdict, elastic = judge(config, world), config.batch.elastic
     errors = verdict.errors
-    resized = elastic and config.batch.resized_by
+    resized = elastic and (config.batch.resized_by or config.data.data_stages)
     known = config.batch.global_batch_size is not None  # by now, unless the ranks do not divide
     if not known or not (errors or resized) or judge(config, None).errors or uneven_ranks(config, world):
         return config, verdict  # no micro-batch would mend the last two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from megazero.config.layout.outer import LOCAL, local_replicas, meeting_point
 from megazero.config.run import RunConfig, World
@@ -32,6 +33,12 @@ def meets(config: RunConfig) -> Iterator[str]:
         )
     if config.skipping.skip_train_iteration_range:
         yield "--skip-train-iteration-range with --outer-meet: replicas share samples, not iterations; leave it out"
+    with suppress(ValueError):  # stages that are none are reported elsewhere
+        if len(lengths := {stage.seq_length for stage in config.training_stages}) > 1:
+            yield (
+                f"--data-stages with seq-length {' and '.join(map(str, sorted(lengths)))} and --outer-meet: a step's "
+                "samples have one length, and a replica's lie on both sides of a stage's end; nearest: one seq-length"
+            )
     if outer.outer_delay >= outer.outer_interval:
         yield (
             f"--outer-delay {outer.outer_delay}: differences arrive before the next ones leave, --outer-interval "

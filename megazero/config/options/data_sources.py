@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megazero.config.options.data_inputs import PARTS, TOKENIZERS, missing_file, parse_data_path
+from megazero.config.options.data_stages import parse_stages
 
 if TYPE_CHECKING:
     from megazero.config.options.sections import DataConfig
@@ -34,15 +35,25 @@ def data_kind(data: DataConfig) -> DataKind:
 
 def _named_twice(data: DataConfig) -> Iterator[str]:
     """Yield an error for data that are named in no way or in two, and for parts of them without those to train on."""
-    named = [name for name in PARTS if getattr(data, name)]
-    if sum(map(bool, (data.data_path, data.mock_data, named))) != 1:
+    named, staged = [name for name in PARTS if getattr(data, name)], _stages_name_all(data)
+    whole = sum(map(bool, (data.data_path, data.mock_data, named)))
+    if whole > 1 or not (whole or staged):
         yield "exactly one of --data-path and --mock-data is required; --train-data-path may stand for --data-path"
-    if named and not data.train_data_path:
+    if named and not (data.train_data_path or staged):
         yield f"--{named[0].replace('_', '-')} needs --train-data-path"
 
 
+def _stages_name_all(data: DataConfig) -> bool:
+    """Tell whether every stage names the data that it trains on. Words that are no stages are reported elsewhere."""
+    try:
+        return all(stage.data_path for stage in parse_stages(data.data_stages))
+    except ValueError:
+        return True
+
+
 def _missing_files(data: DataConfig, splits: Collection[str]) -> Iterator[str]:
-    said = (data.data_path, *(getattr(data, f"{split}_data_path") for split in splits))
+    said = [data.data_path, *(getattr(data, f"{split}_data_path") for split in splits)]
+    said += [stage.data_path for stage in parse_stages(data.data_stages)]
     prefixes = dict.fromkeys(prefix for words in said for prefix in parse_data_path(words)[0])
     return filter(None, map(missing_file, prefixes))
 

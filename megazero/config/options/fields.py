@@ -10,7 +10,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, field, replace
 from enum import Flag, auto
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
 from megazero.config.nearest import misspelt
-from megazero.config.options.callback_words import word_of
 from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
@@ -56,7 +55,7 @@ class Option:
     (``SMALL``): the whole run's (KEPT), or the default, because it means nothing there (SHORT). Of a whole number it
     is the most.
     ``resume``: what another value means at a resume, by default what its class says (``RESUME``).
-    ``takes_options``: entries of a YAML list may be mappings of a word to its options (callback_words.py).
+    ``entry``: makes a word of an entry of a YAML list, which may be a mapping, and raises ValueError for another.
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false,
     or a list to none.
@@ -76,7 +75,7 @@ class Option:
     needed: bool = False
     required: bool = False
     word: str = ""
-    takes_options: bool = False
+    entry: Callable[[Any], str] | None = None
     strict: bool = False
     needs: tuple[str, ...] = ()
     small: Any = KEPT
@@ -217,8 +216,8 @@ def convert(opt: Option, raw: Any) -> Any:
 def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...] | None:
     """Return the values; the default for none, if that is none."""
     items = list(raw) if isinstance(raw, list | tuple) else [raw]  # a mapping is one entry
-    if opt.takes_options:
-        return tuple(map(word_of, items))
+    if opt.entry is not None:
+        return tuple(map(opt.entry, items))
     if opt.kind == "strs":  # numbers are weights of a blend
         return tuple(str(item) for item in items)
     if all(isinstance(item, str) for item in items):

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, OVER_ALL, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.model.section import EXPERTS
+from megazero.config.options.callback_words import word_of
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
+from megazero.config.options.data_stages import stage_word
 from megazero.config.options.fields import BEGINS, KEPT, ORDER, SHORT, UPDATE, option
 from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
@@ -33,7 +35,7 @@ ANY_QUANTISED = "sends_weights or sends_gradients: --zero-quantized-weights or -
 SGD = "outer_optimizer = nesterov|sgd"
 FP8, FP8_GRADIENTS = "fp8_format", {"e4m3": "float8_e4m3fn", "hybrid": "float8_e5m2"}  # torch's names
 FP16, DYNAMIC = "params_dtype = fp16: --fp16", "not loss_scale: a scale that changes (no --loss-scale)"
-EVALUATES = "eval_iters > 0 or callbacks: --eval-iters above 0"
+EVALUATES = "eval_iters > 0 or callbacks or eval_tasks: --eval-iters above 0"
 CHECKPOINT = "not loads_hugging_face: --load of a checkpoint"
 CONTINUES = "not finetune: continuing the run (no --finetune)"
 COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
@@ -488,6 +490,27 @@ class TrainingConfig:
     eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0, needs=EVALUATES)
     eval_at_start: bool = option(False, "evaluate before a fresh run's first iteration, too", needs=EVALUATES)
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0, small=0)
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "tasks of lm-eval's harness (pip install lm_eval) to evaluate behind the validation data, by name or YAML "
+        "file, such as hellaswag,arc_easy; texts are encoded as training data are, with no token before them",
+        strict=True,
+        needs=(
+            "tokenizer_type != NullTokenizer: --tokenizer-type, a tokenizer of texts",
+            "eval_interval > 0: --eval-interval above 0",
+        ),
+        aliases=("tasks",),
+    )
+    eval_tasks_interval: int | None = option(
+        None,
+        "iterations between evaluations of tasks, a multiple of --eval-interval (default: that)",
+        low=1,
+        strict=True,
+        needs="eval_tasks",
+    )
+    eval_tasks_limit: int | None = option(
+        None, "examples of each task (default: all)", low=1, strict=True, needs="eval_tasks"
+    )
     seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1, resume=ORDER)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option(
@@ -567,6 +590,10 @@ class TrainingConfig:
     )
 
     @property
+    def tasks(self) -> list[str]:
+        return [name for word in self.eval_tasks for name in word.split(",") if name]
+
+    @property
     def balance_weights(self) -> Mapping[str, float]:
         """Map the losses that balance experts to their weights, which are above 0."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
@@ -635,6 +662,14 @@ class DataConfig:
         False,
         "leave out records that are damaged or lack the key, with a warning",
         needs="data_source = stream",
+        resume=ORDER,
+    )
+    data_stages: tuple[str, ...] = option(
+        (),
+        "stages of training; in YAML a list of mappings, as flags JSON objects, with until (the consumed samples at "
+        "which it ends; all but the last), data-path (in the form of --train-data-path; default: the run's training "
+        "data), seq-length (at most --seq-length, which evaluations have) and global-batch-size",
+        entry=stage_word,
         resume=ORDER,
     )
     data_cache_path: str | None = option(
@@ -853,5 +888,5 @@ class LoggingConfig:
         (),
         "your classes that watch the run (docs/develop/extending.md): MODULE:NAME, or with options "
         "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
-        takes_options=True,
+        entry=word_of,
     )

@@ -67,7 +67,7 @@ def put(layer: Layer, where: str, name: str, value: Any, section: str = "") -> N
             layer.put(switch.option, switch.sets, where + name)
         else:
             layer.errors.append(f"{where}{name} takes only true, got {value!r}; or set {switch.option.key}")
-    elif switch.option.kind == "strs" and isinstance(value, str) and not switch.option.takes_options:
+    elif switch.option.kind == "strs" and isinstance(value, str) and switch.option.entry is None:
         layer.put(switch.option, value.split(), where + name)
     else:
         layer.put(switch.option, value, where + name)

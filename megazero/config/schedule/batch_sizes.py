@@ -1,5 +1,5 @@
-"""The global batch size is a pure function of the samples consumed: steps (--step-batch-size-schedule, and
---rampup-batch-size, which is short for equal ones).
+"""The global batch size is a pure function of the samples consumed: steps (--step-batch-size-schedule,
+--rampup-batch-size, which is short for equal ones, and what --data-stages says).
 
 The samples consumed before an iteration decide its batch. Megatron's ramp-up goes from `start` to `target` in steps
 of `increment`, spread evenly over the first samples. It computes the step as int(consumed / (samples / steps)) in
@@ -104,8 +104,23 @@ class BatchSizes:
     def of(cls, config: RunConfig, data_parallel: int) -> BatchSizes:
         """Return the sizes of a configuration on ``data_parallel`` ranks. Raises ValueError: ``batch_steps``."""
         batch, target = config.batch, config.batch.samples_per_step(data_parallel)
-        schedule, ramp = batch.step_batch_size_schedule, batch.rampup_batch_size
+        stages, schedule, ramp = (
+            config.training_stages,
+            batch.step_batch_size_schedule,
+            batch.rampup_batch_size,
+        )
+        if schedule and len({stage.seq_length for stage in stages}) > 1:
+            raise ValueError(
+                "--step-batch-size-schedule counts tokens of samples of one length, and --data-stages has several; "
+                "nearest: global-batch-size in --data-stages"
+            )
         steps = batch_steps(schedule, ramp, target, config.model.seq_length)
+        if any(stage.global_batch_size for stage in stages):
+            if batch.resized_by:
+                raise ValueError(
+                    f"{batch.resized_by} and global-batch-size in --data-stages exclude each other; leave one out"
+                )
+            steps = tuple((stage.begin, stage.global_batch_size or target) for stage in stages)
         return cls(steps, batch.micro_batch_size, data_parallel)
 
     @property
@@ -149,6 +164,27 @@ class BatchSizes:
     def reaching(self, samples: int, begin: int = 0) -> int:
         """Return the samples consumed by the first iteration after ``begin`` that reaches ``samples``."""
         return self.consumed_after(self.iterations_within(samples - 1, begin) + 1, begin)
+
+    def uneven_stages(self, config: RunConfig, begin: int, end: int) -> Iterator[str]:
+        """Yield an error for each stage that does not end with a global batch, or begins at or after the run's end.
+
+        begin, end: the samples that are consumed, and that will be. Replicas' shares of them end anywhere.
+        """
+        for stage in config.training_stages:
+            if stage.begin >= max(end, 1):
+                yield f"--data-stages: one begins at sample {stage.begin}, and the run ends at {end}: leave it out"
+            if (
+                stage.end is not None
+                and config.outer.outer_meet is None
+                and begin < stage.end < end
+                and self.reaching(stage.end, begin) != stage.end
+            ):
+                before = self.consumed_after(self.iterations_within(stage.end, begin), begin)
+                near = [n for n in (before, self.reaching(stage.end, begin)) if n > stage.begin]
+                yield (
+                    f"--data-stages: until {stage.end} lies within a global batch of {self.batch_size(before)}; "
+                    f"nearest: {' or '.join(map(str, near))}"
+                )
 
     def sizes_from(self, begin: int) -> list[int]:
         """Return every size that comes after `begin` consumed samples, in order; the last one stays."""

@@ -48,6 +48,9 @@ class WatchedRun(Protocol):
     def stop(self, why: str) -> None:
         """Save and stop after the next iteration, in whose exchange the ranks agree. One rank is enough."""
 
+    def asked_to_stop(self) -> bool:
+        """Tell whether the run is to stop, the same on every rank. Collective."""
+
     def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
         """Return the loss over --eval-iters global batches. Collective. None if the run is to stop before the end."""
 
@@ -56,9 +59,9 @@ class WatchedRun(Protocol):
 class TrainedStep:
     """One iteration that was trained.
 
-    loss: the mean over the tokens of the global batch, in nats. info: the
-    engine's account, with the gradient norm. samples: those of the global batch. traffic: bytes that this rank sent,
-    by hop (comm/hops.py: Traffic.take). bill: seconds by item (log/time_bill.py). numbers: those that this callback
+    loss: the mean over the tokens of the global batch, in nats. info: the engine's account, with the gradient norm.
+    samples: those of the global batch, of ``seq_length`` tokens. traffic: bytes that this rank sent, by hop
+    (comm/hops.py: Traffic.take). bill: seconds by item (log/time_bill.py). numbers: those that this callback
     exchanged, reduced over the ranks. meeting: metrics of the replicas' meeting at its end.
     """
 
@@ -66,11 +69,16 @@ class TrainedStep:
     loss: float
     info: StepInfo
     samples: int
+    seq_length: int
     seconds: float
     traffic: Mapping[str, int]
     bill: Mapping[str, float]
     numbers: Mapping[str, Any] = field(default_factory=dict)
     meeting: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq_length
 
 
 class Callback:

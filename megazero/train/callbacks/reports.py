@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from megazero.comm.watch import LossyGradients
 from megazero.comm.wire import Codecs
+from megazero.config.options.sections import TrainingConfig
+from megazero.config.options.skipping import due
+from megazero.data.tokenizer import Tokenizer
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.train.callbacks.callback import Callback, Numbers, TrainedStep
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast
 from megazero.train.qk_clip import QKClip
+from megazero.train.tasks import Scorer, evaluate_tasks, find_tasks
 from megazero.zero.rounding import GRADIENTS
 
 STEP_TIMES = 1000  # of the latest iterations
@@ -74,6 +79,27 @@ class FurtherReport(Callback):
         return {"mtp_loss": step.numbers["loss"] / max(step.numbers["tokens"], 1.0)}
 
 
+class TasksReport(Callback):
+    """Evaluates tasks behind the validation data."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, training: TrainingConfig) -> None:
+        self.scorer, self.tokenizer, self.training = scorer, tokenizer, training
+
+    def start(self) -> None:
+        find_tasks(self.training.tasks, self.run.mesh.rank == 0)
+
+    def evaluate(self) -> dict[str, float] | None:
+        iteration, every = self.run.progress.iteration, self.training.eval_interval
+        if not due(self.training.eval_tasks_interval or every, iteration - every, iteration):
+            return None
+        return evaluate_tasks(
+            replace(self.scorer, interrupted=self.run.asked_to_stop),
+            self.tokenizer,
+            self.training.tasks,
+            self.training.eval_tasks_limit,
+        )
+
+
 class Prediction(Callback):
     """Prints the planner's prediction beside the measurements, when the training is over."""
 
@@ -82,7 +108,8 @@ class Prediction(Callback):
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
 
     def after_step(self, step: TrainedStep) -> None:
-        self.step_seconds.append(step.seconds)
+        if step.seq_length == self.run.config.model.seq_length:  # which is predicted
+            self.step_seconds.append(step.seconds)
 
     def closing(self) -> None:
         if line := self.forecast.beside(self.run.mesh, self.step_seconds):

@@ -8,12 +8,14 @@ from pkgutil import resolve_name
 
 from megazero.config import RunConfig
 from megazero.config.options.data_sources import data_kind
+from megazero.config.options.data_stages import DataStage
+from megazero.config.options.sections import DataConfig
 from megazero.data.blend import BlendedDataset
 from megazero.data.chats import ChatDataset
 from megazero.data.fim import FillInTheMiddle
 from megazero.data.gpt import SampleSpec
 from megazero.data.shares import Dealt, Share
-from megazero.data.source import DatasetSource, OpenPart, SampleSource
+from megazero.data.source import DatasetSource, OpenPart, SampleSource, StagedSource
 from megazero.data.tokenizer import NullTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.train.schedule.run_length import RunLength
@@ -22,10 +24,10 @@ from megazero.train.state.progress import Progress
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     """Describe the run's tokenizer: without --tokenizer-type a null one of --vocab-size."""
-    return _tokenizer(config).info
+    return run_tokenizer(config).info
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer:
+def run_tokenizer(config: RunConfig) -> Tokenizer:
     data = config.data
     if data.tokenizer_type is None:
         return NullTokenizer(config.model.vocabulary - 1)
@@ -54,7 +56,11 @@ def make_datasets(
     Raises ValueError if the data is too short for the run, or of another kind than what was consumed.
     """
     evaluated = config.training.eval_iters * config.batch.evaluated_per_step(length.batch_sizes.data_parallel)
-    counts = {"train": length.samples, "valid": evaluated, "test": evaluated}
+    stages = _stages(config)
+    counts = {
+        name: min(stage.end or length.samples, length.samples) - stage.begin for name, stage in stages.items()
+    }
+    counts |= {"valid": evaluated, "test": evaluated}
     made: dict[str, SampleSource] = {}
     for split, source in _opened(config, tokenizer, counts, begin.ordered_for):
         made[split] = source
@@ -64,8 +70,11 @@ def make_datasets(
                 f"lower {_most(split, int(source.samples), config, length, begin)}, add data, or give the blend "
                 "weights (they repeat data)"
             )
+    begin = _keep_order(begin, made, counts)
+    if len(stages) > 1:
+        made["train"] = StagedSource({stage.begin: made.pop(name) for name, stage in stages.items()})
     made["train"] = _at(made["train"], begin, shared=config.outer.outer_meet is not None)
-    return made, _keep_order(begin, made, counts)
+    return made, begin
 
 
 def _at(source: SampleSource, begin: Progress, shared: bool) -> SampleSource:
@@ -86,22 +95,49 @@ def _at(source: SampleSource, begin: Progress, shared: bool) -> SampleSource:
 def _opened(
     config: RunConfig, tokenizer: TokenizerInfo, counts: Mapping[str, int], ordered_for: Mapping[str, int]
 ) -> Iterator[tuple[str, SampleSource]]:
-    """Open each part of the data, at its beginning, of which samples are wanted: ``counts`` of each of SPLITS.
+    """Open each part of the data, at its beginning, of which samples are wanted: ``counts`` of each.
 
-    ordered_for: that of the run's progress, whose order is kept.
+    The parts are those of SPLITS, and "train 2", "train 3", ...: later stages of training. Each has its own seed, so
+    what it repeats of the data before comes in another order. ordered_for: that of the run's progress, whose order is
+    kept.
     """
     data = config.data
     masks = data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask, data.goldfish
-    change = FillInTheMiddle.of(data, _tokenizer(config)) if data.fim_data else None
+    change = FillInTheMiddle.of(data, run_tokenizer(config)) if data.fim_data else None
     spec = SampleSpec(config.model.seq_length, config.training.seed, tokenizer, *masks, change, data.chats)
-    parts: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)
-    for split, open_part in parts.items():
-        if count := counts[split]:
-            yield split, open_part(spec, count, ordered_for.get(split, 0))
+    of_run = _parts(data)
+    parts = {split: (part, spec) for split, part in of_run.items()}
+    for number, (name, stage) in enumerate(_stages(config).items()):
+        of_stage = dataclasses.replace(data, mock_data=False, data_path=(), train_data_path=stage.data_path)
+        found = _parts(of_stage) if stage.data_path else of_run
+        own = dataclasses.replace(spec, seq_length=stage.seq_length, seed=spec.seed + number)
+        parts[name] = found["train"], own
+    for name, (open_part, own) in parts.items():
+        if (count := counts.get(name, 0)) > 0:
+            yield name, open_part(own, count, ordered_for.get(name, 0))
+
+
+def _parts(data: DataConfig) -> Mapping[str, OpenPart]:
+    found: Mapping[str, OpenPart] = resolve_name(data_kind(data).parts)(data)
+    return found
+
+
+def _stages(config: RunConfig) -> dict[str, DataStage]:
+    """Return the stages of training by the names of their data, those in a row that have one source as one."""
+    found = list[DataStage]()
+    for stage in config.training_stages:
+        if found and (found[-1].data_path, found[-1].seq_length) == (stage.data_path, stage.seq_length):
+            found[-1] = dataclasses.replace(found[-1], end=stage.end)
+        else:
+            found.append(stage)
+    return {"train" if i == 1 else f"train {i}": stage for i, stage in enumerate(found, 1)}
 
 
 def cut_short(source: SampleSource) -> Iterator[str]:
     """Yield a note for each set of conversations of which some are longer than a sample."""
+    source = source.source if isinstance(source, Share) else source
+    for own in source.sources.values() if isinstance(source, StagedSource) else ():
+        yield from cut_short(own)
     data = source.data_set if isinstance(source, DatasetSource) else None
     for part in data.members if isinstance(data, BlendedDataset) else [data]:
         if isinstance(part, ChatDataset) and part.truncated:
@@ -131,9 +167,12 @@ def evaluation_sets(
 
 def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
     """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
-    if split != "train":
+    if not split.startswith("train"):
         batch = config.batch.evaluated_per_step(length.batch_sizes.data_parallel)
         return f"--eval-iters to at most {samples // batch}"
+    samples += (stage := _stages(config)[split]).begin
+    if stage.end is not None and stage.end <= length.samples:
+        return f"until {stage.end} of --data-stages to at most {samples}"
     if config.training.train_samples is not None:
         return f"--train-samples to at most {samples}"
     more = length.batch_sizes.iterations_within(samples, begin.consumed_samples)
@@ -154,7 +193,7 @@ def _keep_order(begin: Progress, made: Mapping[str, SampleSource], wanted: Mappi
 
 
 def _consequence(split: str, begin: Progress) -> str:
-    if split != "train":
+    if not split.startswith("train"):
         return (
             "evaluations take other samples from here on, so their losses do not compare with earlier ones. "
             "Keep --eval-iters and --global-batch-size to keep them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
+from megazero.config.options.data_stages import DataStage
 from megazero.config.schedule.batch_sizes import BatchSizes
 from megazero.train.state.progress import Progress
 
@@ -17,6 +18,7 @@ class RunLength:
     """How long a run is: its last iteration, the samples consumed by then, and the sizes of the batches up to there.
 
     by_samples: the length was given in samples, so positions of the run count samples instead of iterations.
+    stages: those of training, with their lengths in tokens.
     halt: the iteration after which the ramp-up reaches a batch that these ranks cannot share, and why; or None.
     """
 
@@ -24,7 +26,16 @@ class RunLength:
     last_iteration: int
     samples: int
     by_samples: bool
+    stages: tuple[DataStage, ...]
     halt: tuple[int, str] | None = None
+
+    def tokens_left(self, consumed: int) -> int:
+        """Return the tokens of the samples that are to be consumed after so many."""
+        ends = (min(stage.end or self.samples, self.samples) for stage in self.stages)
+        return sum(
+            max(0, end - max(stage.begin, consumed)) * stage.seq_length
+            for end, stage in zip(ends, self.stages, strict=True)
+        )
 
     def position(self, progress: Progress) -> int:
         """Return the iterations done or, where the length is in samples, the samples consumed."""
@@ -43,8 +54,9 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
     """Return the length of a run on ``data_parallel`` ranks that begins at ``begin``.
 
     --train-iters counts iterations of any batch size. --train-samples ends before the batch that would exceed it.
-    Raises ValueError if these ranks cannot share the first batch, or if the samples do not fill it. The run stops
-    before a later batch that they cannot share, and can go on with other ranks: only the batch in use must divide.
+    Raises ValueError if these ranks cannot share the first batch, if the samples do not fill it, or if a stage ends
+    within a batch. The run stops before a later batch that they cannot share, and can go on with other ranks: only
+    the batch in use must divide.
     """
     training, sizes = config.training, BatchSizes.of(config, data_parallel)
     wanted, done = training.train_samples, begin.iteration
@@ -59,11 +71,14 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
     samples = sizes.consumed_after(max(0, last - done), begin.consumed_samples)
     if wanted is not None and config.outer.outer_meet:  # of all replicas, whatever the batch of each
         samples = wanted
+    if faults := list(sizes.uneven_stages(config, begin.consumed_samples, samples)):
+        raise ValueError("; ".join(faults))
     unit = sizes.quantum * config.micro_batch_multiple
     uneven, halt = sizes.first_uneven(unit, begin.consumed_samples), None
     if uneven and done + uneven[0] < last:
-        why = f"{config.batch.resized_by} comes to a batch of {uneven[1]}, which is not a multiple of {unit} ({RULE})"
+        flag = config.batch.resized_by or "--data-stages"
+        why = f"{flag} comes to a batch of {uneven[1]}, which is not a multiple of {unit} ({RULE})"
         if uneven[0] == 0:
             raise ValueError(f"{why}; take a number of ranks or a --micro-batch-size for which it is")
         halt = done + uneven[0], f"{why}; go on with other ranks or another --micro-batch-size"
-    return RunLength(sizes, last, samples, wanted is not None, halt)
+    return RunLength(sizes, last, samples, wanted is not None, config.training_stages, halt)

@@ -38,11 +38,12 @@ class Progress:
     ordered_for: for each part of the data ("train", "valid", "test") the number of samples its order was made for, or
     0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
-    of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
-    the last one. tokens: those it was trained on, without those of iterations left out. base: the model whose weights
-    the run began with, or "" for random ones. license: that model's, as model cards have it. source: where the source
-    of samples stands (data/source.py: SampleSource.state); None: it is the number of consumed samples. meeting: where
-    this replica stands among others (train/replicas.py: Standings), whose samples ``consumed_samples`` counts, too.
+    of training, "eval_lm_loss" of an evaluation, and other results by their names, those of tasks as TASK/METRIC.
+    left_out: iterations without an update. checkpoint: the path of the last one. tokens: those it was trained on,
+    without those of iterations left out. base: the model whose weights the run began with, or "" for random ones.
+    license: that model's, as model cards have it. source: where the source of samples stands (data/source.py:
+    SampleSource.state); None: it is the number of consumed samples. meeting: where this replica stands among others
+    (train/replicas.py: Standings), whose samples ``consumed_samples`` counts, too.
     """
 
     iteration: int = 0

@@ -18,7 +18,7 @@ from megazero.config import RunConfig, World, make_config
 from megazero.data.blend import blend_order
 from megazero.data.sampler import Batches
 from megazero.data.shares import Share
-from megazero.data.source import DatasetSource
+from megazero.data.source import DatasetSource, StagedSource
 from megazero.mesh.launch import read_launch
 from megazero.mesh.mesh import create_mesh
 from megazero.train.parallelize import make_outer
@@ -30,14 +30,17 @@ from tests.sizes import TINY
 SAMPLES, INTERVAL = 480, 5
 
 
+@dataclass
 class Numbers:
-    """Samples that are their numbers."""
+    """Samples that are their numbers, from ``begin`` on."""
+
+    begin: int = 0
 
     def __len__(self) -> int:
         return 2 * SAMPLES
 
     def __getitem__(self, index: int) -> dict:
-        return {"tokens": np.array([index])}
+        return {"tokens": np.array([self.begin + index])}
 
 
 @dataclass
@@ -80,7 +83,8 @@ class Replica:
         policy = zero.Policy(block=64, outer=make_outer(config.outer))
         sgd = lambda groups: torch.optim.SGD(groups, lr=1e-3)  # noqa: E731
         self.engine = zero.shard(model, mesh=create_mesh(), policy=policy, optimizer=sgd)
-        source = Share(DatasetSource(Numbers()), 0)
+        stages = {begin: DatasetSource(Numbers(begin)) for begin in (0, 150)}  # shares lie on both sides
+        source = Share(StagedSource(stages), 0)
         if self.begin.meeting is not None:
             source.load_state(self.begin.source)
         stand = Standings.of(self.begin)

@@ -42,11 +42,14 @@ def test_every_layout_has_the_losses_of_one_rank(tmp_path: Path) -> None:
         "chats": True,
         "reset_attention_mask": True,
         "reset_position_ids": True,
+        "seq_length": 24,
+        "data_stages": ('{"until": 16, "seq-length": 12}', "{}"),
         "log_dir": str(tmp_path),
     }
     jobs = {name: (ranks, {**values, **layout}) for name, (ranks, layout) in LAYOUTS.items()}
     runs = train_each({"one rank": (1, values), **jobs})
     alone = runs["one rank"]
+    assert sum("lose their ends" in note for note in alone[0].notes) == 1, "in samples of 12 tokens alone"
     for name in LAYOUTS:
         assert samples(runs[name]) == samples(alone), name
         for one, other in zip(runs[name][0].losses, alone[0].losses, strict=True):

@@ -188,14 +188,16 @@ def test_too_little_data_is_counted_from_where_the_run_is(tmp_path: Path) -> Non
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("shards", [8, 5])
-def test_a_stream_goes_on_elsewhere_with_the_same_samples(tmp_path: Path, shards: int) -> None:
-    """Its place is gathered at a save from ranks that each read their own shards, or, of 5, more than theirs."""
+@pytest.mark.parametrize(("shards", "stages"), [(8, ()), (5, ('{"until": 16, "seq-length": 8}', "{}"))])
+def test_a_stream_goes_on_elsewhere_with_the_same_samples(tmp_path: Path, shards: int, stages: tuple) -> None:
+    """Its place is gathered at a save from ranks that each read their own shards, or, of 5, more than theirs. Each
+    stage of training has a stream."""
     words = np.random.default_rng(0).integers(0, 126, (400, 30))
     lines = [json.dumps({"text": " ".join(map(str, row[: 1 + row[0] % 30]))}) for row in words.tolist()]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     base = {**values(tmp_path), "split": None, "data_path": (str(tmp_path / "text.jsonl"),)}
     base |= {"data_source": "stream", "stream_shards": shards, "stream_workers": 0, "eval_iters": 0}
+    base |= {"data_stages": stages}
     base |= {"tokenizer_type": "NullTokenizer", "vocab_size": 126}
     (whole,) = runs([(1, base)])
     seen = []
@@ -205,4 +207,6 @@ def test_a_stream_goes_on_elsewhere_with_the_same_samples(tmp_path: Path, shards
         seen += samples(runs([(ranks, {**job, "load": job["save"], "allow_fresh_start": True})])[0])
     assert seen == samples(whole) and len({text for _, text in seen}) > 40
     path = store.latest(tmp_path / "run")
-    assert path is not None and store.read_state(path)["source"]["samples"] == sum(STEPS)
+    assert path is not None
+    state = store.read_state(path)["source"]
+    assert (state["source"]["samples"] + 16 if stages else state["samples"]) == sum(STEPS)

@@ -99,6 +99,27 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --step-batch-size-schedule 0:16 1K:32 1001:48 -> --step-batch-size-schedule 0:16; 1001:48
 --step-batch-size-schedule 0:16 1M:32 --global-batch-size 64 -> --global-batch-size 64; 32
 --step-batch-size-schedule 0:16 --rampup-batch-size 16,16,100 -> --step-batch-size-schedule; --rampup-batch-size
+--data-stages {"until":24} {} -> --data-stages: until 24; 16 or 32
+--data-stages {"until":16,"global-batch-size":24} {} -> --data-stages; 16 or 32
+--data-stages {"until":160} {} -> --data-stages; 160; leave it out
+--data-stages {"until":16} -> --data-stages; leave until out
+--data-stages {} {} -> --data-stages; until
+--data-stages {"until":16} {"until":16} {} -> --data-stages; until 17
+--data-stages {"untill":16} {} -> --data-stages; until
+--data-stages {"until":0} {} -> --data-stages; until 0
+--data-stages {"data-path":[1,"a","b"]} -> --data-stages; PREFIX
+--data-stages until=16 -> --data-stages until=16; JSON
+--data-stages [16] -> --data-stages [16]; seq-length
+--data-stages {"seq-length":64} -> --data-stages: seq-length 64; --seq-length 64
+--data-stages {"until":16,"seq-length":22} {} CP --tensor-model-parallel-size 2 --sequence-parallel --cp-comm-type
+    all_gather -> --data-stages: --seq-length 22; --context-parallel-size 2 x --tensor-model-parallel-size 2; 20 or 24
+--data-stages {"until":16,"seq-length":24} {} --step-batch-size-schedule 0:16
+    -> --step-batch-size-schedule; --data-stages
+--eval-tasks piqa -> --eval-tasks piqa; --tokenizer-type
+--eval-tasks-limit 5 -> --eval-tasks-limit 5; --eval-tasks
+--eval-interval 4 --eval-tasks-interval 6 -> --eval-tasks-interval 6; --eval-interval 4; 4 or 8
+--data-stages {"until":16,"global-batch-size":32} {} --rampup-batch-size 16,16,64 --global-batch-size 32
+    -> --rampup-batch-size; --data-stages
 --eval-global-batch-size 40 -> --eval-global-batch-size 40; 32 or 48
 --zero-shard 2,4,6 -> 2,4,8
 --zero-shard 2,2 -> P,G,OS
@@ -321,13 +342,14 @@ EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 --train-tokens 0 --global-batch-size 16 -> --train-tokens 0
 --lr-warmup-tokens 100 --global-batch-size 16 -> --lr-warmup-tokens; --lr-decay-tokens; --lr-warmup-samples
 --tensorboard-queue 5 -> --tensorboard-queue; --tensorboard-queue-size
---rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --finetune
+--rampup-seq-length 8 32 8 10 -> --rampup-seq-length; --data-stages
 OUTER --outer-replicas 3 -> --outer-replicas; --outer-meet
 --outer-bits 4 -> --outer-bits 4; --outer-meet
 --outer-delay 1 -> --outer-delay 1; --outer-meet
 OUTER --train-iters 9 -> --train-iters 9; --outer-meet; --train-samples
 OUTER --outer-meet here -> --outer-meet here; local:2
 OUTER --outer-ranks 12 -> --outer-ranks 12; 16
+OUTER --data-stages {"until":16,"seq-length":16} {} -> --data-stages; --outer-meet; one seq-length
 OUTER --outer-name a -> --outer-meet local:2; --outer-name
 OUTER --skip-train-iteration-range 2-3 -> --skip-train-iteration-range; --outer-meet
 OUTER --outer-min-lr 0.1 -> --outer-min-lr; --outer-lr-decay-style linear

@@ -34,7 +34,16 @@ FLOORS = (
 )
 TOPS = ("pretrain", "tools", "megatron_core_patch", "fsdp2_patch")  # beside megazero
 PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timeline")
-OPTIONAL = {"pyarrow", "transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "triton"}
+OPTIONAL = {
+    "lm_eval",
+    "pyarrow",
+    "transformers",
+    "wandb",
+    "tensorboard",
+    "tensorboardX",
+    "matplotlib",
+    "triton",
+}
 MEGATRON = {"megatron"}  # pip's
 LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|(LOCAL|CROSS)_SIZE|MASTER_(ADDR|PORT)|"

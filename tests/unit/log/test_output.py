@@ -94,6 +94,7 @@ def test_numbers_for_people() -> None:
         "1.00k tokens/s | 0.1 TFLOP/s per rank | sent 10 B in node, 4.56 MB across | memory 30 B | skipped 2 | "
         "left 8 min 18 s"
     )
+    assert interval_line(_line(5, extra={"tokens_left": 2000}), 1000, "").endswith("| left 2.0 s")
     sent = {"intra_node_bytes": 10, "inter_node_bytes": 20, "inter_rack_bytes": 30}
     assert "| sent 10 B in node, 20 B across, 30 B across racks |" in interval_line(
         _line(5, sent=sent), 9, ""

@@ -139,6 +139,8 @@ def test_iterations_that_were_left_out_took_no_time(tmp_path: Path) -> None:
     lines[2] |= {"left_out": [{"iterations": [12, 511], "samples": [0, 1]}]}
     start = {"event": "start", "last_iteration": 613, "restarts": 0, "hosts": [], "job_id": ""}
     assert read_run(write(tmp_path, events=[start], metrics=lines)).seconds_left == 200.0
+    lines[-1] |= {"tokens_left": 2500}  # 1,500 took six seconds
+    assert read_run(write(tmp_path, events=[start], metrics=lines)).seconds_left == 10.0
 
 
 def test_a_run_at_its_start_an_old_one_and_no_run(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from megazero.plan.communication import ExpertRows
 from megazero.plan.estimate import least_memory
 from megazero.plan.layout import Layout, TimedHop
 from megazero.plan.options import read_request
-from megazero.plan.report import layout_flags
+from megazero.plan.report import layout_flags, stage_lines
 from megazero.plan.search import SIMULATED, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
@@ -401,6 +401,15 @@ def test_gradients_in_the_forward_shift_the_heads_time() -> None:
     every = whole.forward.compute + whole.backward.compute + whole.weight
     assert chunks.forward.compute == pytest.approx(every)
     assert chunks.weight == sum(chunks.backward) == 0 < whole.weight
+
+
+def test_each_stage_has_the_seconds_of_its_own_samples() -> None:
+    on, stages = cluster(), ('{"until": 64, "seq-length": 32}', "{}")
+    short, full = stage_lines(layout({**PLANNED, "data_stages": stages, "train_iters": 5}, on))
+    alone = {length: simulate(layout({**PLANNED, "seq_length": length}, on)).seconds for length in (32, 64)}
+    names(short, "from sample 0 on: 2 steps of 32 x 32 tokens", f"{alone[32]:.3g} s each")
+    names(full, "from sample 64 on: 3 steps of 32 x 64 tokens", f"{alone[64]:.3g} s each")
+    assert alone[32] < alone[64] and stage_lines(layout(PLANNED, on)) == []
 
 
 def test_without_links_a_step_is_its_compute() -> None:

@@ -38,7 +38,7 @@ def links(poll) -> Links:
         grid=SimpleNamespace(link=lambda a, b: "intra_node"),
         pp=SimpleNamespace(ranks=(0, 1)),
     )
-    return Links(mesh, (1,), torch.float32, Traffic(), poll, Waits())  # type: ignore[arg-type]
+    return Links(mesh, torch.float32, Traffic(), poll, Waits())  # type: ignore[arg-type]
 
 
 def after(looks: int, act):
@@ -113,7 +113,7 @@ def test_each_direction_has_its_own_communicator(monkeypatch):
     between = links(lambda: False)
     between.mesh.pp = SimpleNamespace(ranks=(4, 5, 6), index=1, gather_group="on", reduce_group="back")
     on, back = Message("activation", 0, 1, 0), Message("gradient", 2, 1, 0)
-    between.open({0: [on], 2: [back]}, {on: 0, back: 0})
+    between.open((1,), {0: [on], 2: [back]}, {on: 0, back: 0})
     for target in (2, 0):
         between.send(torch.zeros(1), target)
     assert used == [("irecv", 4, "on"), ("irecv", 6, "back"), ("isend", 6, "on"), ("isend", 4, "back")]
@@ -139,7 +139,7 @@ def test_a_step_that_raises_leaves_nothing_of_itself():
             raise ValueError(micro_batch)
         return x.square().sum()
 
-    carrier = SimpleNamespace(unpack=lambda x: x.clone())
+    carrier = SimpleNamespace(fit=lambda _: (1,), unpack=lambda x: x.clone())
     pipeline = Pipeline(partition(2, 2), "gpipe", forward, engine, between, carrier, put_off)
     with pytest.raises(ValueError, match="bad"):
         pipeline.step(["good", "bad"])

@@ -49,7 +49,7 @@ def test_samples_follow_the_ramp_up_and_the_schedule_waits() -> None:
     after = leave_out(begin, 4, sizes)
     assert (after.iteration, after.consumed_samples) == (4, 20)
     assert after.left_out == (LeftOut(3, 4, 8, 20),)
-    by_iterations, by_samples = (RunLength(sizes, 9, 100, by_samples) for by_samples in (False, True))
+    by_iterations, by_samples = (RunLength(sizes, 9, 100, by_samples, ()) for by_samples in (False, True))
     assert (by_iterations.scheduled(after), by_samples.scheduled(after)) == (2, 8)
     twice = leave_out(after, 6, sizes)
     assert by_iterations.scheduled(twice) == 2 and by_iterations.position(twice) == 6
