@@ -12,8 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megazero.config import ConfigError, run_with_arguments
 from megazero.config.options.data_inputs import GPT2BPE, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import option
-from megazero.data.chats import mask_prefix
-from megazero.data.indexed import IndexedDataset
+from megazero.data.indexed import IndexedDataset, mask_prefix
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs, only_text
 from megazero.data.tokenizer import Tokenizer

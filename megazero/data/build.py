@@ -12,9 +12,9 @@ import numpy as np
 from megazero.config.options.data_inputs import SPLITS, parse_data_path, parse_split
 from megazero.config.options.sections import DataConfig
 from megazero.data.blend import SURPLUS, BlendedDataset, Member, member_sizes, normalize
-from megazero.data.chats import ChatDataset, has_mask
+from megazero.data.chats import ChatDataset
 from megazero.data.gpt import GPTDataset, SampleSpec
-from megazero.data.indexed import IndexedDataset
+from megazero.data.indexed import IndexedDataset, has_mask
 from megazero.data.source import DatasetSource, OpenPart
 from megazero.data.tokenizer import TokenizerInfo, check_meta
 

@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 
 from megazero.data.cache import Arrays, cached_arrays
 from megazero.data.gpt import Sample, SampleSpec, finish_sample
-from megazero.data.indexed import IndexedDataset, idx_path
-
-
-def mask_prefix(prefix: str | Path) -> str:
-    return f"{prefix}.mask"
-
-
-def has_mask(prefix: str | Path) -> bool:
-    return idx_path(mask_prefix(prefix)).is_file()
+from megazero.data.indexed import IndexedDataset, has_mask, idx_path, mask_prefix
 
 
 def open_mask(source: IndexedDataset) -> IndexedDataset:

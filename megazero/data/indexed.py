@@ -38,6 +38,14 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def mask_prefix(prefix: str | Path) -> str:
+    return f"{prefix}.mask"
+
+
+def has_mask(prefix: str | Path) -> bool:
+    return idx_path(mask_prefix(prefix)).is_file()
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype that Megatron's preprocessing picks for a vocabulary."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY else np.dtype("<i4")

@@ -24,8 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megazero.bounded import read_json
 from megazero.data.chat_template import ChatTemplate
-from megazero.data.chats import mask_prefix
-from megazero.data.indexed import IndexedWriter, token_dtype
+from megazero.data.indexed import IndexedWriter, mask_prefix, token_dtype
 from megazero.data.text import Text, is_json, json_lines, line_number, read_line, read_text, text_at
 from megazero.data.tokenizer import Tokenizer, load_tokenizer, write_meta
 from megazero.files import exclusive, replacing

@@ -59,7 +59,7 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Member:
+class BlendMember:
     """One of the data sets of a blend, and its order."""
 
     number: int
@@ -106,7 +106,7 @@ class VirtualShard:
     """
 
     def __init__(
-        self, member: Member, stride: int, reading: Reading, place: Sequence[int], behind: int
+        self, member: BlendMember, stride: int, reading: Reading, place: Sequence[int], behind: int
     ) -> None:
         self._member, self._stride, self._reading = member, stride, reading
         self.behind = behind
@@ -212,7 +212,7 @@ class StreamSource(SampleSource):
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[BlendMember],
         weights: Sequence[float],
         shards: int,
         spec: SampleSpec,
@@ -309,7 +309,7 @@ def stream_parts(data: DataConfig) -> dict[str, OpenPart]:
         prefixes, weights = parse_data_path(words)
         groups = [prefixes] if weights is None else [[prefix] for prefix in prefixes]
         members = [
-            Member(number, pieces_of(store, group), spec.seed, data.stream_shuffle)
+            BlendMember(number, pieces_of(store, group), spec.seed, data.stream_shuffle)
             for number, group in enumerate(groups)
         ]
         return StreamSource(members, weights or [1.0], data.stream_shards, spec, reading)

@@ -9,8 +9,8 @@ import torch
 from megazero.comm.codec import Blockwise, Codec
 from megazero.comm.wire import Codecs
 from megazero.mesh.levels import INTER, INTRA
-from megazero.models.dtypes import PRECISIONS
 from megazero.patches.two_hops import TwoHops
+from megazero.products import PLAIN
 
 
 def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs[Codec]) -> str:
@@ -52,4 +52,5 @@ def format_words(codec: Codec | None, raw: str) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    return "fp8" if dtype == torch.uint8 else PRECISIONS.get(dtype, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return {"uint8": "fp8", **{name: word for word, name in PLAIN.items()}}.get(name, name)

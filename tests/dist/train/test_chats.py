@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megazero.data.chats import mask_prefix
-from megazero.data.indexed import IndexedWriter
+from megazero.data.indexed import IndexedWriter, mask_prefix
 from tests.dist.runs import samples, train_each
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -136,7 +136,7 @@ def test_a_run_sends_and_plans_them() -> None:
     plan = UnitShape(1 << 24, 0, False).plan(UnitCut.of(grid.data_axes), Formats(2, 4))
     assert form.message(plan) * grid.dp == CODEC.message_bytes(1 << 24) < 0.03 * (1 << 24)
     assert {bits for bits, _ in rungs(run)} == {32} and outer_words(config).startswith(
-        "each of 9 replicas, topk every"
+        "each of 9 replicas with a batch of 8, topk every"
     )
     with refused("--outer-bits 4", "--outer-format dense"):
         make_config({**run, "outer_bits": 4}, World(4, 4))

@@ -55,7 +55,9 @@ def test_iterations_of_one_batch_are_samples_of_all() -> None:
     found = config(outer_meet="local:4", **lengths)
     assert (found.training.train_iters, found.training.train_samples) == (None, 640)
     assert (found.optimizer.lr_decay_samples, found.optimizer.lr_warmup_samples) == (480, 64)
-    assert any("--train-samples 640, --lr-decay-samples 480, --lr-warmup-samples 64" in x for x in found.notes)
+    assert any(
+        "--train-samples 640, --lr-decay-samples 480, --lr-warmup-samples 64" in x for x in found.notes
+    )
     with refused("--train-iters 20", "--train-samples"):
         config(outer_meet="local:4", **lengths, rampup_batch_size=(16, 16, 100))
 

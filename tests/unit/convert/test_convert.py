@@ -295,7 +295,7 @@ MISTAKES = {
     "an unknown field": (lambda f: edit(f, brand_new=3), "brand_new = 3 is not known here.*--accept-field"),
     "another model type": (
         lambda f: edit(f, model_type="mamba"),
-        "'mamba' is not built here: it has state space",
+        "'mamba' is not built here: its fields and tensor names have no reader",
     ),
     "another size": (lambda f: edit(f, hidden_size=48, head_dim=6), "not of this model"),
     "a number in quotes": (

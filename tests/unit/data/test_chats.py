@@ -13,9 +13,9 @@ import pytest
 from megazero import cli
 from megazero.data.build import build_dataset, whole_blend
 from megazero.data.chat_template import ChatTemplate
-from megazero.data.chats import mask_prefix, pack
+from megazero.data.chats import pack
 from megazero.data.gpt import SampleSpec
-from megazero.data.indexed import IndexedDataset
+from megazero.data.indexed import IndexedDataset, mask_prefix
 from megazero.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
 from tests.chat_cases import MISTRAL, SMOLLM2, TALK, TEMPLATES, theirs, write_tokenizer
 from tests.messages import names, refused

@@ -14,7 +14,7 @@ UNWATCHED = (
     "train/evaluate_command.py",
 )
 # Called inside a wait, or where the host does not wait.
-INSIDE = {("comm/lane.py", "_landed"), ("pp/links.py", "_finish")}
+INSIDE = {("comm/lane.py", "_landed"), ("pp/links.py", "_finish"), ("mesh/objects.py", "_exchanged")}
 COLLECTIVES = {
     *(
         f"dist.{name}"
