@@ -13,7 +13,7 @@ import nox
 # first are setup.cfg's lower bounds.
 RELEASES = {
     "3.11": (
-        "torch==2.11.* transformers==4.51.* tokenizers==0.21.* numpy==1.26.* pyyaml==6.* rich==13.* "
+        "torch==2.11.* transformers==4.52.* tokenizers==0.21.* numpy==1.26.* pyyaml==6.* rich==13.* "
         "safetensors==0.4.* sentencepiece==0.2.*",
         "0.16.1",
     ),

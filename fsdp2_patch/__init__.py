@@ -50,10 +50,8 @@ def disable() -> None:
         _patch = None
 
 
-def counters(parameter: str | None = None) -> Traffic:
+def counters() -> Traffic:
     """Return the counters of the bytes that this rank has sent through the patch, megazero's own.
-
-    parameter: the name of one, for the counters of its group alone: those that FSDP2 gathers together.
 
     ``.bytes`` has them by (kind, link): ('reduce', 'inter_node') are gradients across nodes, ('refresh',
     'inter_node') weights across nodes, ('gather', 'intra_node') weights inside a node. ``.take()`` names them in one
@@ -61,4 +59,4 @@ def counters(parameter: str | None = None) -> Traffic:
     """
     if _patch is None:
         raise RuntimeError("fsdp2_patch is not on: call enable() first")
-    return _patch.traffic if parameter is None else _patch.traffic_of(parameter)
+    return _patch.traffic

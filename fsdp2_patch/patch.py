@@ -122,7 +122,7 @@ class Fsdp2Patch:
                 exact=exact,
                 names=names,
                 codecs=codecs,
-                channel=Channel(PartOfTraffic(self.traffic), arena, device),
+                channel=Channel(self.traffic, arena, device),
                 differences=self.differences,
                 samples=partial(self.samples.watches, number, len(crossing)),
                 verified_steps=self.options.zero_verify_first_steps,
@@ -185,16 +185,6 @@ class Fsdp2Patch:
         if first:
             raise ConfigError([f"fsdp2_patch: {text}" for text in first])
         return max(count for _, count, _ in every)
-
-    def traffic_of(self, parameter: str) -> Traffic:
-        """Return the counters of the group that has a parameter. Raises ValueError if the patch carries none such."""
-        found = [group for group in self.groups if parameter in (group.names[id(p)] for p in group.params)]
-        if not found:
-            raise ValueError(
-                f"{parameter} is no parameter whose messages cross nodes; the patch carries those of "
-                + ", ".join(group.name for group in self.groups)
-            )
-        return found[0].channel.traffic
 
     # -- what it stands in for --------------------------------------------------------------------
 
@@ -317,18 +307,6 @@ class Fsdp2Patch:
         for reduction in self.reductions.values():
             if isinstance(reduction, TwoHopReduceScatter):
                 reduction.drop()
-
-
-class PartOfTraffic(Traffic):
-    """The counters of one group, which the whole model's count, too."""
-
-    def __init__(self, whole: Traffic) -> None:
-        super().__init__()
-        self.whole = whole
-
-    def add(self, kind: str, link: str, sent: int) -> None:
-        super().add(kind, link, sent)
-        self.whole.add(kind, link, sent)
 
 
 def _numel(parameter: Any) -> int:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ from megazero.mesh.objects import gather_objects
 from tests import ROOT
 from tests.netlab.lab import SOCKETS, Lab
 
+TWO_RANKS = "torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port 29500"
+# Its name; does it, and returns the seconds that others lose, and after which its victim is back; how often.
+Fault = tuple[str, Callable[[], tuple[float, float]], int]
 SETTINGS = ("least", "call_s", "patience_s", "silence_s", "give_up_s", "journal")
 
 
@@ -164,6 +167,7 @@ class Site:
 
     def __init__(self, lab: Lab, index: int) -> None:
         self.lab, self.index, self.node = lab, index, lab.members[index + 1]
+        self.address = lab.address(index)
         self.said: list[dict[str, Any]] = []
 
     def start(self, *words: str) -> None:
@@ -200,7 +204,7 @@ class Stage:
 
     def __init__(self, lab: Lab, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.secret = options, folder / "secret"
-        self.point, self.address = Site(lab, 0), lab.address(0)
+        self.point = Site(lab, 0)
         self.sites = {name: Site(lab, index) for index, name in enumerate("abc", 1)}
         self.meet()
         for name in self.sites:
@@ -210,14 +214,15 @@ class Stage:
     def meet(self) -> None:
         self.point.start("megazero", "meet", "--port", "29600", "--secret-file", f"{self.secret}")
 
-    def launch(self, name: str) -> None:
-        ranks = (
-            "torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port 29500"
-        )
+    def launch(self, name: str, *flags: str) -> None:
+        site = self.sites[name]
+        site.start(*TWO_RANKS.split(), *self.program(name), *flags)
+
+    def program(self, name: str) -> list[str]:
         own = {key: getattr(self.options, key) for key in ("bytes", "steps", "step_s", "silence_s", "call_s")}
         words = [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", f"{value}")]
-        program = ["-m", "benchmarks.links.meetings", "--replica", name, "--point", f"{self.address}:29600"]
-        self.sites[name].start(*ranks.split(), *program, "--secret", f"{self.secret}", *words)
+        program = f"-m benchmarks.links.meetings --replica {name} --point {self.point.address}:29600"
+        return [*program.split(), "--secret", f"{self.secret}", *words]
 
     def usual(self) -> float:
         """Return the median seconds of a meeting of all, from sitting down to the new anchor."""
@@ -264,7 +269,8 @@ class Stage:
         self.sites["c"].link("down")
         lost = self.lost("c", moment)
         time.sleep(max(0.0, moment + seconds - time.time()))
-        alone = [line for line in self.sites["c"].said if line["event"] == "met" and line["names"] == ["c"]]
+        since = [line for line in self.sites["c"].said if line["event"] == "met" and line["at"] > moment]
+        alone = [line for line in since if line["names"] == ["c"]]
         again = time.time()
         self.sites["c"].link("up")
         assert not alone, "a fork"
@@ -275,7 +281,16 @@ class Stage:
         time.sleep(seconds)
         again = time.time()
         self.meet()
-        return 0.0, self.back(again)
+        met = [site.met("abc", again) for site in self.sites.values()]
+        return max(line["seconds"] for line in met) - self.usual(), max(line["at"] for line in met) - again
+
+    def faults(self, kills: int) -> list[Fault]:
+        return [
+            ("SIGKILL in a meeting", self.kill, kills),
+            ("SIGSTOP for 20 s, in a meeting", self.freeze, 3),
+            ("link cut for 15 s, in a meeting", self.cut, 3),
+            ("meeting point killed, started anew after 5 s", self.point_lost, 3),
+        ]
 
     def check_bits(self) -> int:
         """Return in how many meetings anchors were compared. Raises AssertionError if any differ."""
@@ -288,27 +303,22 @@ class Stage:
         return len(hashes)
 
 
-def measure(options: argparse.Namespace) -> None:
-    with Lab(4, options.rate) as lab, tempfile.TemporaryDirectory() as folder:
-        stage = Stage(lab, options, Path(folder))
-        print(
-            f"| {options.rate}, {2 * options.bytes:,} bytes a launch | others lose, s | it is back after, s |\n"
-            "|---|---|---|"
+def measure(stage: Stage, kills: int) -> None:
+    """Print a row for each kind of fault."""
+    print("| | others lose, s | it is back after, s |\n|---|---|---|")
+    for name, event, times in stage.faults(kills):
+        seconds = []
+        for _ in range(times):
+            seconds.append(event())
+            print(name, *seconds[-1], stage.check_bits(), file=sys.stderr, flush=True)
+        cells = (
+            f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
+            for each in zip(*seconds, strict=True)
         )
-        for name, event, times in (
-            ("SIGKILL in a meeting", stage.kill, options.kills),
-            ("SIGSTOP for 20 s, in a meeting", stage.freeze, 3),
-            ("link cut for 15 s, in a meeting", stage.cut, 3),
-            ("meeting point killed, started anew after 5 s", stage.point_lost, 3),
-        ):
-            lost, back = zip(*(event() for _ in range(times)), strict=True)
-            cells = (
-                f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (lost, back)
-            )
-            print(f"| {name}, {times} times | {' | '.join(cells)} |", flush=True)
-        print(
-            f"a usual meeting takes {stage.usual():.2f} s; anchors had the same bits in {stage.check_bits()} meetings"
-        )
+        print(f"| {name}, {times} times | {' | '.join(cells)} |", flush=True)
+    print(
+        f"a usual meeting takes {stage.usual():.2f} s; anchors had the same bits in {stage.check_bits()} meetings"
+    )
 
 
 def main() -> int:
@@ -320,7 +330,9 @@ def main() -> int:
             told = {"at": time.time(), "event": type(error).__name__, "why": f"{error}"}
             print(json.dumps(told), flush=True)
             os._exit(3)
-    measure(options)
+    with Lab(4, options.rate) as lab, tempfile.TemporaryDirectory() as folder:
+        print(f"{options.rate}, {2 * options.bytes:,} bytes a launch")
+        measure(Stage(lab, options, Path(folder)), options.kills)
     return 0
 
 

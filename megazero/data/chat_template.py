@@ -31,13 +31,13 @@ class ChatTemplate:
     """Renders conversations. Raises ValueError for a tokenizer without a template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        template = tokenizer.settings.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
-        if template is None or not isinstance(tokenizer, HuggingFaceTokenizer):
+        if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.settings.chat_template is None:
             raise ValueError(
                 f"the tokenizer has no chat template; nearest: a HuggingFaceTokenizer with {TEMPLATE} beside its "
                 "tokenizer.json"
             )
-        self.tokenizer, self.template, self.marked = tokenizer, template, bool(MARK.search(template))
+        self.tokenizer, self.template = tokenizer, tokenizer.settings.chat_template
+        self.marked = bool(MARK.search(self.template))
 
     def encode(self, record: Mapping[str, Any]) -> tuple[list[int], NDArray[np.uint8]]:
         """Return a conversation's tokens [n], and uint8 [n]: 1 for those that the loss counts.
@@ -80,7 +80,7 @@ class ChatTemplate:
         asked = _messages(record, "prompt")
         text, spans = self._answers([*asked, *_messages(record, "completion")], tools)
         begin = len(self._beginning(text, asked, tools))
-        return text, [span for span in spans if span[0] >= begin]
+        return text, [(max(first, begin), end) for first, end in spans if end > begin]
 
     def _answers(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
         """Return a conversation as text, and where in it the assistant's answers are."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -196,8 +196,10 @@ def _runs(records: Sequence[Record], begin: int) -> Iterator[tuple[int, int]]:
     size, first = 0, begin
     for at in range(begin, len(records)):
         record = records[at]
-        row = isinstance(record, Mapping)
-        size += len(repr(record)) if row else len(record) * getattr(record, "itemsize", 1)
+        if isinstance(record, np.ndarray):
+            size += record.nbytes
+        else:
+            size += len(record if isinstance(record, bytes) else repr(record))
         if size >= RUN_BYTES or at + 1 == len(records):
             yield first, at + 1
             size, first = 0, at + 1

@@ -7,7 +7,9 @@ from types import MappingProxyType
 
 import torch
 
+from megazero.products import PLAIN
+
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+    {word: getattr(torch, name) for word, name in PLAIN.items()}
 )
 PRECISIONS: Mapping[torch.dtype, str] = MappingProxyType({dtype: word for word, dtype in DTYPES.items()})

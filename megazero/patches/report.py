@@ -9,6 +9,7 @@ import torch
 from megazero.comm.codec import Blockwise, Codec
 from megazero.comm.wire import Codecs
 from megazero.mesh.levels import INTER, INTRA
+from megazero.models.dtypes import PRECISIONS
 from megazero.patches.two_hops import TwoHops
 
 
@@ -51,5 +52,4 @@ def format_words(codec: Codec | None, raw: str) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "fp8"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
+    return "fp8" if dtype == torch.uint8 else PRECISIONS.get(dtype, str(dtype).removeprefix("torch."))

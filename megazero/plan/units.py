@@ -18,12 +18,13 @@ from megazero.config.model.spec import EMBEDDING, HEAD, ParameterSpec, padded_sp
 from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
+from megazero.products import PLAIN
 from megazero.zero.layout import exact_names, groups_of, region_numel
 
 Group = tuple[ParameterSpec, ...]  # parameters of a unit, in the order of their modules
 Joined = tuple[str, ...]  # the kinds of modules whose parameters are gathered together
 ShapeCounts = tuple[tuple[UnitShape, int], ...]  # how many units there are of each shape
-WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
+WIDTHS = {word: int(word[-2:]) // 8 for word in PLAIN}  # bytes of an element
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megazero.products.product import Product
 
+# The other dtypes of params_dtype, by their words, in torch's names.
+PLAIN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 # Where the class of each is. A cluster file has the rate of NAME as device.NAME_tflops.
 _FP8 = {"tensorwise": "TensorScales", "rowwise": "RowScales", "blockwise": "BlockScales"}
 RECIPES = tuple(_FP8)  # of scales of fp8
@@ -17,7 +19,7 @@ BLOCK = 128  # elements of a token that share a scale of blockwise ones
 FP8_PRODUCTS = tuple(f"fp8_{recipe}" for recipe in RECIPES)
 PRODUCTS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("bf16", "fp16", "fp32", "fp64"), "megazero.products.product:Product"),
+        **dict.fromkeys(PLAIN, "megazero.products.product:Product"),
         **{f"fp8_{recipe}": f"megazero.products.fp8:{name}" for recipe, name in _FP8.items()},
     }
 )

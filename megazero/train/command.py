@@ -88,9 +88,21 @@ def _start_replicas(
             if options.load and (options.load == options.save or (Path(options.load) / name).is_dir()):
                 own |= {"load": f"{Path(options.load) / name}"}
             words = [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", value)]
-            start = ["--nproc-per-node", f"{ranks}"]
-            commands.append(([*own_command(argv), *flags, *words, *start], os.environ))
+            shared, start = _without(flags, own), ["--nproc-per-node", f"{ranks}"]
+            commands.append(([*own_command(argv), *shared, *words, *start], os.environ))
         return start_all(commands, good=good)
+
+
+def _without(flags: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the flags but for those of these names, which have one value each."""
+    kept, words = list[str](), iter(flags)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if not flag.startswith("--") or flag[2:].replace("-", "_") not in names:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept
 
 
 def _refuse_missing_data(config: RunConfig) -> None:

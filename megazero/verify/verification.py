@@ -7,10 +7,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import metadata
 
 import torch
 
+import megazero
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.options.data_sources import NO_DATA
 from megazero.config.options.fields import KEPT
@@ -42,7 +42,7 @@ def verify(request: VerifyRequest, ranks: LocalRanks, around: Around = nothing_a
         runs = _Runs(small, steps, around, folder, ranks)
         sections = runs.run()
     made = {
-        "megazero": _version(),
+        "megazero": megazero.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": "cpu, gloo",
@@ -50,11 +50,11 @@ def verify(request: VerifyRequest, ranks: LocalRanks, around: Around = nothing_a
         "steps": steps,
         "wall time": f"{time.monotonic() - began:.0f} s",
     }
-    run = describe(small.config, small.layout.world)
-    layout = [line.strip() for line in run if not line.startswith("note")][_layout_start(run) :]
+    asked, run = _described(request.config, request.world), _described(small.config, small.layout.world)
+    layout = next(i for i, line in enumerate(run) if line.startswith("layout"))
     return Certificate(
-        asked=tuple(_asked(request)),
-        run=tuple(layout),
+        asked=tuple(asked),
+        run=tuple(line.strip() for line in run[layout:]),
         changes=small.changes,
         notes=small.notes,
         sections=tuple(sections),
@@ -63,19 +63,8 @@ def verify(request: VerifyRequest, ranks: LocalRanks, around: Around = nothing_a
     )
 
 
-def _version() -> str:
-    try:
-        return metadata.version("megazero")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _asked(request: VerifyRequest) -> list[str]:
-    return [line for line in describe(request.config, request.world) if not line.startswith("note")]
-
-
-def _layout_start(lines: Sequence[str]) -> int:
-    return next(i for i, line in enumerate(lines) if line.startswith("layout"))
+def _described(config: RunConfig, world: World) -> list[str]:
+    return [line for line in describe(config, world) if not line.startswith("note")]
 
 
 class _Runs:

@@ -219,44 +219,6 @@ def test_bytes_are_those_of_the_formats() -> None:
     assert 0.5 * n / 2 <= hsdp["reduce_inter_node_bytes"] <= 0.5625 * (n / 2 + 64 * 30) + 32 * 15
 
 
-def sends_of_experts() -> list[dict[str, dict[str, int]]]:
-    """What this rank sends of experts and of a dense block in the second step, exactly and quantised."""
-    found = []
-    for words in (EXACT, {**INT8_INT4, "gradients_intra_node": "int8"}):
-        job = Job(Case("1d", 4, experts=2, divide=RANKS))
-        parameters = {"experts": "blocks.0.experts.up", "dense": "blocks.0.dense.up.weight"}
-        with patched(job.model, words, 2):
-            job.step(0)
-            for name in parameters.values():
-                fsdp2_patch.counters(name).take()
-            job.step(1)
-            found.append({kind: fsdp2_patch.counters(name).take() for kind, name in parameters.items()})
-            with refused("blocks.1.nothing", "blocks.0"):
-                fsdp2_patch.counters("blocks.1.nothing")
-    return found
-
-
-@pytest.mark.slow
-def test_every_mesh_counts_its_own_bytes() -> None:
-    """Of 8 experts of 2 x 32 x 32 a rank has 4, half of them sharded: it is the one rank of its mesh in its node."""
-    experts = 4 * 2 * 32 * 32
-    # Of norms, dense layers and the gate.
-    parameters = [32, 32, 32, 32, 128 * 32, 128, 32 * 128, 32, 8 * 32, 8]
-    for exact, coded in run_ranks(RANKS, sends_of_experts):
-        assert exact["experts"] == {
-            "reduce_inter_node_bytes": 4 * experts // 2,
-            "refresh_inter_node_bytes": 4 * experts // 2,
-            "intra_node_bytes": 0,
-            "inter_node_bytes": 4 * experts,
-        }
-        assert exact["dense"]["refresh_inter_node_bytes"] == 4 * sum(parameters) // 4
-        assert coded["experts"]["reduce_inter_node_bytes"] == 34 * experts // 2 // 64
-        assert coded["experts"]["refresh_inter_node_bytes"] == 66 * experts // 2 // 64
-        assert coded["experts"]["intra_node_bytes"] == 0 < coded["dense"]["reduce_intra_node_bytes"]
-        blocks = sum(-(-numel // 4 // 64) for numel in parameters)
-        assert coded["dense"]["refresh_inter_node_bytes"] == 66 * blocks
-
-
 def sent_by_stages() -> dict[str, int]:
     """What a rank sends where the second of two stages alone has experts."""
     axes = {"pp": 2, "replicate": 1, "efsdp": 2, "ep": 2}

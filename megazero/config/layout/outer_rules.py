@@ -27,11 +27,9 @@ def meets(config: RunConfig) -> Iterator[str]:
             f"secret; nearest: {LOCAL}:{max(replicas, 2)} without --outer-name and --outer-secret-file"
         )
     if training.train_samples is None and training.train_iters:
-        batch = config.batch.global_batch_size
-        nearest = f"{training.train_iters * batch * (replicas or 2)}" if batch else "steps x batch x replicas"
         yield (
             f"--train-iters {training.train_iters} with --outer-meet: replicas come and go, so a run is as long as "
-            f"the samples of all; nearest: --train-samples {nearest}"
+            "the samples of all; nearest: --train-samples, or one --global-batch-size, by which these are samples"
         )
     if config.skipping.skip_train_iteration_range:
         yield "--skip-train-iteration-range with --outer-meet: replicas share samples, not iterations; leave it out"

@@ -21,13 +21,13 @@ from megazero.config.options.fields import typed
 from megazero.config.read.beginning import Beginning
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
+from megazero.products import PLAIN
 
 # Parameters have the same shapes whatever these say: a new run from the weights (--finetune) may change them.
 SHAPELESS = ("rotary_", "yarn_", "norm_epsilon")
 _FRESH = (
     "--load {}: the weights come from there; optimizer states, schedule and data start fresh (--finetune)"
 )
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _NAMED = 3  # options that a note names; LOG_DIR/config.yaml has all
 
 
@@ -130,7 +130,7 @@ def _published(said: Mapping[str, Any]) -> Loaded:
 def _other_dtype(dtype: str | None, said: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note if a folder's weights are of another dtype than the run."""
     run = said.get("params_dtype") or all_options()["params_dtype"].default
-    own = _DTYPES.get(f"{dtype}", run)
+    own = next((word for word, name in PLAIN.items() if name == dtype), run)
     if own != run:
         yield f"the folder is {dtype}, this run {run}: --{own} trains in the folder's dtype"
 

@@ -15,7 +15,7 @@ from megazero.config.options.data_stages import stage_word
 from megazero.config.options.fields import BEGINS, KEPT, ORDER, SHORT, UPDATE, option
 from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
-from megazero.products import RECIPES
+from megazero.products import PLAIN, RECIPES
 
 BITS = (8, 4, 2)
 BITS_OF_GRADIENTS = (8, 4)
@@ -364,8 +364,8 @@ class PrecisionConfig:
     params_dtype: str = option(
         "fp32",
         "dtype of parameters and activations",
-        choices=("bf16", "fp16", "fp32", "fp64"),
-        consts={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"},
+        choices=tuple(PLAIN),
+        consts={dtype: dtype for dtype in PLAIN},
         resume=UPDATE,
     )
     fp8_format: str | None = option(

@@ -113,6 +113,19 @@ def _groups(values: Values, known: Known) -> Completed:
     return Completed(notes=[note])
 
 
+def _samples_of_all(values: Values, known: Known) -> Completed:
+    """With other replicas, take lengths in iterations of one batch for the samples of all replicas."""
+    batch = values.get("global_batch_size")
+    sizes = ("rampup_batch_size", "step_batch_size_schedule", "train_samples")
+    if not (values.get("outer_meet") and values.get("train_iters") and batch) or any(map(values.get, sizes)):
+        return Completed()
+    given = {name: values[f"{name}_iters"] * batch for name in LENGTHS if values.get(f"{name}_iters")}
+    done = {f"{name}_samples": samples for name, samples in given.items()}
+    said = ", ".join(typed(all_options()[name], samples) for name, samples in done.items())
+    note = f"--outer-meet counts the samples of all replicas: iterations of {batch} are taken as {said}"
+    return Completed({**dict.fromkeys(ITERATIONS), **done}, [note])
+
+
 def _conditions(values: Values, known: Known) -> Completed:
     """Judge the flags of Megatron that change nothing in some models alone."""
     return Completed(errors=unmet_conditions(known.said.conditions, complete(values)))
@@ -397,6 +410,8 @@ def _batch(values: Values, known: Known) -> Completed:
 
 
 ACCUMULATION = "gradient_accumulation_steps"  # DeepSpeed's, and no option
+LENGTHS = ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
+ITERATIONS, SAMPLES = ([f"{name}_{unit}" for name in LENGTHS] for unit in ("iters", "samples"))
 SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 OF_MODEL = section_names("model")
 OF_SCHEDULE = tuple(filter(of_schedule, section_names("optimizer")))
@@ -420,6 +435,14 @@ GELU = Completion(_gelu, (*OF_MODEL, UNFUSED_GELU), ("openai_gelu", UNFUSED_GELU
 # The tokenizer and the data come last: they decide nothing else.
 COMPLETIONS = (
     DERIVED_LENGTHS,
+    Completion(
+        _samples_of_all,
+        (
+            *("outer_meet", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+            *(*ITERATIONS, *SAMPLES),
+        ),
+        (*ITERATIONS, *SAMPLES),
+    ),
     Completion(_pattern, (PATTERN, "pipeline_partition"), (PATTERN, "pipeline_partition")),
     LOADED,
     Completion(_groups, ("num_query_groups", "num_attention_heads", "model_family")),

@@ -1,4 +1,4 @@
-"""Parts of Hugging Face's models that the decoder lacks, known by model_type and by fields of config.json."""
+"""Parts of Hugging Face's models that the decoder lacks, known by fields of config.json."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from typing import Any
 
 EXPERTS, LATENT, STATE_SPACE = "a mixture of experts", "latent attention", "state space layers"
 LINEAR = "linear attention"
-RECURRENT, BOTH_WAYS, OWN_CODE = (
-    "recurrent layers",
-    "attention that looks ahead",
-    "code of its own, which is not run",
-)
 # By part: the fields that only models with it have, the most telling first. Patterns as of file names.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     EXPERTS: (
         "num_local_experts",
         "n_routed_experts",
-        "num_experts",
         "num_experts*",
         "moe_num_experts",
         "num_shared_experts",
@@ -32,62 +26,30 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     LINEAR: ("linear_num_*_heads", "linear_num_heads", "linear_attn_config"),
     STATE_SPACE: ("mamba_*", "ssm_*", "state_size"),
     "convolutions": ("conv_L_cache",),
-    RECURRENT: ("lru_width",),
+    "recurrent layers": ("lru_width",),
     "keys and values that layers share": ("num_kv_shared_layers",),
     "embeddings for each layer": ("hidden_size_per_layer_input",),
     "images": ("vision_config", "image_token_*"),
     "sound": ("audio_config", "audio_encoder*"),
     "an encoder": ("is_encoder_decoder",),
-    BOTH_WAYS: ("type_vocab_size",),
-    OWN_CODE: ("auto_map",),
+    "attention that looks ahead": ("type_vocab_size",),
+    "code of its own, which is not run": ("auto_map",),
 }
-# Families whose fields do not show it.
-MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
-    "dbrx": (EXPERTS,),
-    "bloom": ("ALiBi, with which nobody has pretrained since 2023",),
-    "mamba*": (STATE_SPACE,),
-    "rwkv*": (RECURRENT,),
-    "xlstm": (RECURRENT,),
-    "distilbert": (BOTH_WAYS,),
-    "modernbert": (BOTH_WAYS,),
-    "xlnet": (BOTH_WAYS,),
-    "chatglm": (OWN_CODE,),
-    "opt": ("ReLU", "learned positions that begin at 2"),
-    "olmo": ("norms without weights",),
-    "phi": ("a bias of the logits",),
-    "gptj": ("a bias of the logits",),
-    "codegen": ("a bias of the logits",),
-    "bitnet": ("weights in three values",),
-    "blt": ("patches of bytes",),
-    "cohere*": ("LayerNorm without a bias",),
-    "mpt": ("LayerNorm without a bias",),
-    "persimmon": ("LayerNorm of queries and keys",),
-    "diffllama": ("differential attention",),
-    "cpmant": ("relative positions",),
-    "ctrl": ("sinusoidal positions",),
-    "xglm": ("sinusoidal positions",),
-    "biogpt": ("learned positions that begin at 2",),
-    "openai-gpt": ("norms behind the sums",),
-}
-_MULTIMODAL = "text_config"
 
 
 def missing(config: Mapping[str, Any]) -> list[str]:
     """Return the parts of a model that the decoder lacks, each with the field that shows it.
 
-    config: config.json of a model_type that no family reads. The list is empty if nothing is known of that type.
+    config: config.json of a model_type that no family reads. The list is empty if no field tells.
     """
-    inner = config.get(_MULTIMODAL)
+    inner = config.get("text_config")
     found = dict(_parts(inner)) if isinstance(inner, Mapping) else {}
     found |= dict(_parts(config))
-    return [part + (f" ({said})" if said else "") for part, said in found.items()]
+    return [f"{part} ({said})" for part, said in found.items()]
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each part and the field that shows it. A later field is the more telling one."""
-    for pattern, parts in MODEL_TYPES.items():
-        if fnmatchcase(str(config.get("model_type")), pattern):
-            yield from ((part, "") for part in parts)
     for kind in sorted(map(str, set(config.get("layer_types") or ()))):
         if kind not in ("full_attention", "sliding_attention"):
             yield kind.replace("_", " "), "layer_types"

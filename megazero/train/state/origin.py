@@ -253,7 +253,7 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
 def _replicas(meets: bool, saved: SavedCheckpoint) -> Iterator[str]:
     """Yield a note if the run leaves the other replicas, or comes to some. meets: it has others.
 
-    Raises CheckpointError for a checkpoint that holds several replicas, as they were written before 0.5.0.
+    Raises CheckpointError for a checkpoint that holds several replicas, as they were written before 0.4.0.
     """
     if several := len(saved.state.get("replicas", ())):
         raise store.CheckpointError(

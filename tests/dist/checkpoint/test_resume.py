@@ -160,17 +160,6 @@ def resume_alike(tmp_path: Path, world: int, every: dict[str, tuple[int, dict]])
             assert [line[key] for line in lines] == wanted, (name, key)
 
 
-def test_hpz_equals_zero3_bit_for_bit(tmp_path: Path) -> None:
-    jobs = [
-        {"zero_preset": preset, "params_dtype": "bf16", **NODES, "train_iters": 3}
-        | {"save": str(tmp_path / preset), "log_dir": str(tmp_path / "logs")}
-        for preset in ("zero3", "hpz")
-    ]
-    for one, other in run_ranks(4, train_all, jobs, timeout=300):
-        assert one.losses == other.losses
-    assert not differences(checkpoint_of(tmp_path / "zero3"), checkpoint_of(tmp_path / "hpz"))
-
-
 MAPPED = {"use_tp_pp_dp_mapping": True}
 # Every layout loads what every other wrote. Name: (ranks, values).
 LAYOUTS = {

@@ -37,7 +37,7 @@ def test_replicas_of_one_machine(tmp_path: Path) -> None:
     """Stopped in the middle of an interval, and started again, they end with the same bits, and each checkpoint is a
     run's of its own: one goes on alone, behind the samples of both."""
     rounds = ("--outer-bits", "4", "--zero-preset", "zero3")
-    started(tmp_path / "straight", *rounds, ranks=2)
+    assert "replaces the earlier" not in started(tmp_path / "straight", *rounds, ranks=2)
     stopped = tmp_path / "stopped"
     started(stopped, *rounds, "--exit-interval", "6", ranks=2, status=ExitStatus.STOPPED)
     started(stopped, *rounds, "--load", f"{stopped / 'saved'}", ranks=2)

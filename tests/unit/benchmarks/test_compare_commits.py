@@ -45,57 +45,6 @@ def test_every_case_is_a_command_line(case: compare_commits.Case) -> None:
     assert config.training.train_iters == ITERATIONS and config.checkpoint.save == "folder"
 
 
-SCRIPT = """
-import os, sys, types
-import megazero
-import torch
-if "--fail" in sys.argv and os.environ["RANK"] == "1":
-    raise ValueError("no such flag")
-if "--mixed" in sys.argv:
-    sys.modules["megazero.kernels"] = types.ModuleType("megazero.kernels")
-    sys.modules["megazero.kernels"].__file__ = "/elsewhere/kernels/__init__.py"
-weight, probe = torch.nn.Parameter(torch.zeros(200, 200)), torch.nn.Parameter(torch.zeros(2))
-optimizers = [torch.optim.SGD([each], lr=0.1) for each in (probe, weight)]
-for step in range(int(sys.argv[-1])):
-    with open(sys.argv[1], "a") as file:
-        file.write(".")
-    for optimizer in optimizers:
-        optimizer.step()
-"""
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> commit_trees.Tree:
-    """A checkout whose script takes steps."""
-    for file, text in (("megazero/__init__.py", ""), ("pretrain/pretrain_gpt.py", SCRIPT)):
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).write_text(text)
-    return commit_trees.Tree("a tree", tmp_path)
-
-
-def test_a_trees_own_script_runs_and_says_what_went_wrong(tree: commit_trees.Tree) -> None:
-    file = tree.path / "steps"
-    with commit_trees.TreeRanks(tree) as ranks:
-
-        def ask(*flags: str) -> str:
-            return ranks.ask({"ranks": 2, "flags": [str(file), *flags, "1"], "log": f"{tree.path}/said"})
-
-        assert ask() == "" and file.read_text() == ".."
-        assert ask("--fail").startswith("rank 1: Traceback") and ask("--fail").endswith("no such flag")
-        assert "megazero.kernels from /elsewhere" in ask("--mixed"), "modules of another tree are refused"
-
-
-@pytest.mark.slow
-def test_a_run_pauses_after_the_steps_of_a_turn(tree: commit_trees.Tree) -> None:
-    file = tree.path / "steps"
-    with commit_trees.TreeRanks(tree) as ranks:
-        job = {"ranks": 1, "flags": [str(file), "100"], "log": f"{tree.path}/said", "steps": 3}
-        assert ranks.ask(job) == ""
-        for turn in (1, 2):
-            wall, cpu = ranks.ask("turn")
-            assert wall > 0 and cpu > 0 and len(file.read_text()) == 1 + 3 * turn
-
-
 needs_git = pytest.mark.skipif(
     not (commit_trees.ROOT / ".git").exists(), reason="not a checkout: there is no commit to compare with"
 )

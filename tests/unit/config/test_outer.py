@@ -50,6 +50,18 @@ def test_where_replicas_meet() -> None:
         config(**{**STEPS, "outer_meet": "here"})
 
 
+def test_iterations_of_one_batch_are_samples_of_all() -> None:
+    lengths = {"train_iters": 20, "lr_decay_iters": 15, "lr_warmup_iters": 2, "global_batch_size": 32}
+    found = config(outer_meet="local:4", **lengths)
+    assert (found.training.train_iters, found.training.train_samples) == (None, 640)
+    assert (found.optimizer.lr_decay_samples, found.optimizer.lr_warmup_samples) == (480, 64)
+    assert any(
+        "--train-samples 640, --lr-decay-samples 480, --lr-warmup-samples 64" in x for x in found.notes
+    )
+    with refused("--train-iters 20", "--train-samples"):
+        config(outer_meet="local:4", **lengths, rampup_batch_size=(16, 16, 100))
+
+
 @pytest.mark.parametrize(
     "bits,width", [(32, 4.0), (16, 2.0), (8, 1 + 2 / 64), (4, 0.5 + 2 / 64), (2, 0.25 + 2 / 64)]
 )

@@ -346,7 +346,7 @@ EIGHT --expert-tensor-parallel-size 3 -> --expert-model-parallel-size 3; 4
 OUTER --outer-replicas 3 -> --outer-replicas; --outer-meet
 --outer-bits 4 -> --outer-bits 4; --outer-meet
 --outer-delay 1 -> --outer-delay 1; --outer-meet
-OUTER --train-iters 9 --global-batch-size 8 -> --train-iters 9; --outer-meet; --train-samples 144
+OUTER --train-iters 9 -> --train-iters 9; --outer-meet; --train-samples
 OUTER --outer-meet here -> --outer-meet here; local:2
 OUTER --outer-ranks 12 -> --outer-ranks 12; 16
 OUTER --data-stages {"until":16,"seq-length":16} {} -> --data-stages; --outer-meet; one seq-length

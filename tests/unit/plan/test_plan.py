@@ -349,35 +349,6 @@ def test_experts_that_ranks_share_have_the_moments_of_their_own_shards(os: int, 
     assert adamw.memory.optimizer - muon.memory.optimizer == pytest.approx(saved, rel=1e-6)
 
 
-def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
-    each, once = (
-        layout({"zero_preset": "zero3", **more}, cluster())
-        for more in ({}, {"zero_gradients_lifetime": "step"})
-    )
-    assert once.memory.gradients == each.shards.g * each.memory.gradients
-    assert once.bytes_across_nodes < each.bytes_across_nodes
-    assert simulate(once).bill["reduce"] < simulate(each).bill["reduce"]
-
-
-def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
-    sizes = {
-        r: layout({"recompute_granularity": r}, cluster()).memory
-        for r in ("none", "selective", "mlp", "full")
-    }
-    kept = [sizes[r].activations for r in ("none", "selective", "mlp", "full")]
-    assert kept[0] > kept[1] > kept[2] > kept[3]
-    first, last = (
-        layout({"pipeline_model_parallel_size": 4, "pipeline_schedule": s}, cluster())
-        for s in ("1f1b", "gpipe")
-    )
-    assert last.memory.activations > first.memory.activations
-    by_rank = [
-        moments[LAYER]["activations"]
-        for moments in (first.base.activation_memory(rank, None) for rank in range(4))
-    ]
-    assert by_rank[0] > by_rank[3]
-
-
 def test_the_planner_chooses_chunks_of_the_loss_by_what_they_save() -> None:
     long = {"seq_length": 16384, "max_position_embeddings": 16384, "zero_preset": "zero3"}
     large, auto = {**long, "vocab_size": 200_000}, {"loss_chunk_tokens": AUTO}

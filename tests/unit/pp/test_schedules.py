@@ -109,16 +109,6 @@ def test_orders_are_torchs(name, pp, m):
 INTERLEAVED = [(pp, v, m) for n, pp, v, m in SIZES if n == "interleaved" and pp > 1]
 
 
-@pytest.mark.parametrize("pp, virtual, m", INTERLEAVED)
-def test_interleaved_order_is_torchs(pp, virtual, m):
-    stand_in = SimpleNamespace(
-        n_local_stages=virtual, pp_group_size=pp, microbatches_per_round=pp, _n_microbatches=m
-    )
-    for rank, actions in enumerate(make_schedule("interleaved", pp, virtual, m)):
-        order = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(stand_in, rank)
-        assert theirs(order) == list(actions)
-
-
 @pytest.mark.parametrize(
     "pp, m", [(pp, m) for n, pp, v, m in SIZES if n == "zb-h1" and pp > 1 and m % pp == 0]
 )

@@ -113,42 +113,6 @@ def test_entries_hold_no_graph_and_go_as_they_are_drawn():
         torch.UntypedStorage._free_weak_ref(ref)
 
 
-def test_one_entry_is_started_ahead_and_the_one_before_is_gone_by_then():
-    deferred, events, held = DeferredGradients(), [], weakref.WeakSet()
-
-    class Input:
-        pass
-
-    def entry(index: int):
-        def start():
-            kept = Input()
-            held.add(kept)
-            events.append(("start", index, len(held)))
-
-            def gradients():
-                assert kept
-                events.append(("compute", index, len(held)))
-                yield torch.ones(1)
-
-            return gradients
-
-        return start
-
-    with deferred.recording(0):
-        for index in range(3):
-            deferred.put_off([nn.Parameter(torch.zeros(1))], entry(index))
-    assert len(list(deferred.compute(0))) == 3
-    assert events == [
-        ("start", 0, 1),
-        ("start", 1, 2),
-        ("compute", 0, 2),
-        ("start", 2, 2),
-        ("compute", 1, 2),
-        ("compute", 2, 1),
-    ]
-    assert not held
-
-
 @pytest.mark.parametrize("frozen", [{"0.weight"}, {"0.bias"}, {"0.weight", "0.bias"}, {"2.weight"}])
 @pytest.mark.parametrize("record", [False, True])
 def test_frozen_parameters_are_left_out(frozen, record):

@@ -11,16 +11,10 @@ import pytest
 
 from megazero.cli import COMMANDS, main
 from megazero.comm.wire import Coding
-from megazero.config import make_config
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import data_cuts, make_grid
+from megazero.mesh.grid import data_cuts
 from megazero.mesh.levels import INTER
-from megazero.plan import communication
-from megazero.plan.communication import Activation
 from megazero.plan.gathers import Copies, gathers
-from megazero.plan.options import with_stand_ins
-from megazero.pp.partition import partition
-from megazero.pp.schedules import make_schedule
 from megazero.verify.options import VerifyConfig, read_request
 from megazero.verify.shrink import shrink, stage_layers
 from megazero.verify.verification import other_layouts
@@ -277,39 +271,3 @@ def test_what_comes_again_within_the_bytes_stays(prefetch_bytes: int, expected: 
     copies = Copies([[[0], [1], [2], [3]]], prefetch_bytes=prefetch_bytes)
     program = [("F", 0), ("B", 0)] * 2
     assert gathers(copies, program, [1] * 4) == expected
-
-
-def test_boundaries_of_a_pipeline() -> None:
-    grid, schedule = make_grid(4, 2, tp=2, pp=2), make_schedule("1f1b", 2, 1, 3)
-    whole = communication.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2))
-    assert whole["pp", "inter_node"] == 3 * 8 * 2 * 16  # half of an activation of 2 bytes an element
-    assert whole["tp", "intra_node"] == 3 * 8 * 2 * 16  # gathered where it arrives: three gradients
-    cut = communication.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2, sequence_parallel=True))
-    assert cut["pp", "inter_node"] == whole["pp", "inter_node"] and not cut["tp", "intra_node"]
-
-
-def test_tensor_parallel_sums() -> None:
-    (stage,) = partition(3, 1)
-    actions = make_schedule("1f1b", 1, 1, 2)[0]
-
-    def sent(**options) -> int:
-        values = {
-            "num_layers": 3,
-            "hidden_size": 16,
-            "num_attention_heads": 2,
-            "vocab_size": 32,
-            "seq_length": 8,
-        }
-        values |= {"tensor_model_parallel_size": 2, "micro_batch_size": 1, "hidden_dropout": 0.0}
-        config = make_config(with_stand_ins(values | options))
-        grid, activation = make_grid(2, 2, tp=2), Activation.of(config, 4)
-        return communication.inside_modules(config, [stage], actions, grid, activation)["tp", "intra_node"]
-
-    ring, loss = 8 * 16 * 4, 2 * 8 * 4
-    # a micro-batch: the embedding's sum, two forward and two backward in each layer, the head's backward, the loss
-    whole = 2 * (ring * (1 + 3 * 4 + 1) + loss)
-    assert sent() == sent(recompute_granularity="selective") == whole
-    assert sent(recompute_granularity="full") == whole + 2 * 3 * ring, "each layer's first sum runs again"
-    cut = {"sequence_parallel": True}
-    saved = sent(**cut) - sent(**cut, loss_chunk_tokens=4)
-    assert saved == 2 * ring / 2, "each backward gathers the head's input once less"
