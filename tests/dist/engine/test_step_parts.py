@@ -142,7 +142,7 @@ def a_part_from_outside():
         engine.begin_step()
         engine.abort_step()
         masters.append(weights(engine))
-    numbers = (tuple((10.0**rank, float(rank)) for rank in range(4)), ((1111.0,),))
+    numbers = (tuple((10.0**rank, float(rank)) for rank in range(4)), (1111.0,))
     assert part.told == [numbers, True, numbers, False, "aborted"]
     assert all(torch.equal(masters[0][n], masters[1][n]) for n in masters[0])
 
